@@ -1,0 +1,28 @@
+"""Bytes and seconds for people. Strings are parsed once, at the edge; inside, bytes are integers."""
+
+from __future__ import annotations
+
+_STEPS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def format_bytes(n_bytes: int) -> str:
+    """``1536`` to ``'1.5 KiB'``; exact below one KiB. Negative numbers keep their sign."""
+    size = float(abs(n_bytes))
+    step = 0
+    while size >= 1024 and step < len(_STEPS) - 1:
+        size /= 1024
+        step += 1
+    sign = "-" if n_bytes < 0 else ""
+    return f"{sign}{size:.0f} B" if step == 0 else f"{sign}{size:.1f} {_STEPS[step]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """``0.00123`` to ``'1.2 ms'``, ``75.2`` to ``'1 min 15 s'``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.1f} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s"

@@ -1,0 +1,242 @@
+"""The public verbs: checkpoint, wrap, unwrap, name, saved, proof, replayable."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from torch import Tensor
+from torch.nn import Module
+
+from elbowroom.core import drafting
+from elbowroom.core.recorder import recorders
+from elbowroom.core.region import Region, family_of
+from elbowroom.errors import UsageError
+
+M = TypeVar("M", bound=Module)
+
+#: Keywords of torch.utils.checkpoint that replay makes moot: nothing is run again, so there is nothing to set up for it.
+MOOT = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+
+_regions: weakref.WeakKeyDictionary[Any, dict[Any, Region]] = weakref.WeakKeyDictionary()
+
+
+def checkpoint(fn: Any = None, *args: Any, keep: Any = None, verify: str = "first", **kwargs: Any) -> Any:
+    """Run ``fn(*args, **kwargs)`` once, keep little of it, and replay what backward asks for.
+
+    A drop-in for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``: same outputs, and gradients that are
+    those of a plain call bit for bit. Torch's other keywords are accepted; replay makes them moot, unless ``fn`` itself
+    takes a keyword of that name, which then gets it. For a keyword of ``fn`` called ``keep`` or ``verify`` use
+    ``functools.partial``.
+
+    Also a decorator: ``@checkpoint`` or ``@checkpoint(keep="matmuls")``. Called with a function alone, a function that
+    needs arguments is decorated and one that needs none is called.
+
+    Args:
+        fn: any callable: a function, a module, a method.
+        keep: what to keep instead of replaying: a ready policy's name (``"nothing"``, ``"everything"``, ``"matmuls"``,
+            ``"attention"``), a callable on ``policies.Candidate``, or a list of operators and labels (see ``name``).
+        verify: ``"first"`` proves each new program while it is recorded, and again at calls 2, 4, 8, ...; ``"always"`` at
+            every call; ``"never"`` trusts.
+
+    Raises:
+        TypeError: ``fn`` is not callable.
+        ChangedTensorError, ReplayError (in backward), ProofError: see ``elbowroom.errors``.
+    """
+    if fn is None and not args:
+        return functools.partial(_decorated, keep=keep, verify=verify)
+    if not callable(fn):
+        raise TypeError(
+            f"checkpoint(fn, *args) needs a callable first, got {type(fn).__name__}. "
+            f"Pass the function and its arguments, not its result: checkpoint(fn, x), not checkpoint(fn(x))."
+        )
+    if not args and not (set(kwargs) - set(MOOT)) and _needs_arguments(fn):
+        return _decorated(fn, keep=keep, verify=verify)
+    moot = [key for key in MOOT if key in kwargs]
+    if moot:
+        takes = _keywords_of(fn)
+        for key in moot:
+            if key not in takes:
+                del kwargs[key]
+    if isinstance(fn, Module) and fn.__dict__.get(_REGION) is not None and keep is None:
+        return fn(*args, **kwargs)  # wrapped already: it checkpoints itself
+    return region_of(fn, keep, verify).run(fn, args, kwargs)
+
+
+def _decorated(fn: Callable[..., Any], *, keep: Any, verify: str) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return region_of(fn, keep, verify).run(fn, args, kwargs)
+
+    region_of(fn, keep, verify)  # bad settings are told where they are given
+    return checkpointed
+
+
+def _needs_arguments(fn: Any) -> bool:
+    try:
+        parameters = inspect.signature(fn.forward if isinstance(fn, Module) else fn).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
+
+
+def _keywords_of(fn: Any) -> set[str]:
+    try:
+        return set(inspect.signature(fn.forward if isinstance(fn, Module) else fn).parameters)
+    except (TypeError, ValueError):
+        return set()
+
+
+def region_of(fn: Any, keep: Any, verify: str) -> Region:
+    """The region of a callable: of a module or a bound method, that object's; of a function, its code's."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    owner: Any = fn
+    part: Any = None
+    code: Any = type(fn)
+    module: Module | None = None
+    if isinstance(fn, Module):
+        module, code = fn, type(fn).forward.__code__ if hasattr(type(fn).forward, "__code__") else type(fn)
+        name = type(fn).__name__
+    elif inspect.ismethod(fn):
+        owner, part = fn.__self__, fn.__name__
+        code = fn.__func__.__code__ if hasattr(fn.__func__, "__code__") else type(owner)
+        module = owner if isinstance(owner, Module) else None
+        name = f"{type(owner).__name__}.{fn.__name__}"
+    elif hasattr(fn, "__code__"):
+        owner = code = fn.__code__
+        name = getattr(fn, "__qualname__", "function")
+    else:
+        name = getattr(fn, "__qualname__", None) or type(fn).__name__
+    try:
+        by_settings = _regions.setdefault(owner, {})
+    except TypeError:  # neither hashable nor weakly referable: its type stands for it
+        owner = code = type(owner)
+        by_settings = _regions.setdefault(owner, {})
+    from elbowroom.core.policies import key_of
+
+    settings = (part, key_of(keep), verify)
+    region = by_settings.get(settings)
+    if region is None:
+        region = by_settings[settings] = Region(name, family_of(code, keep), keep, verify, module)
+    return region
+
+
+# A module that checkpoints its own forward ---------------------------------------------------------------------------
+
+_REGION = "_elbowroom_region"
+
+
+class _Wrapping:
+    """Settings of a wrapped module, in its ``__dict__``: copied and pickled with it, never shared with a copy."""
+
+    def __init__(self, keep: Any, verify: str, inner: Any = None) -> None:
+        self.keep = keep
+        self.verify = verify
+        self.inner = inner  # a forward that somebody had set on the instance
+        self.region: Region | None = None
+
+    def __deepcopy__(self, memo: Any) -> _Wrapping:
+        return _Wrapping(self.keep, self.verify, self.inner)
+
+    def __reduce__(self) -> Any:
+        return _Wrapping, (self.keep, self.verify, self.inner)
+
+    def region_for(self, module: Module, original: type) -> Region:
+        if self.region is None or self.region.module() is not module:
+            code = getattr(original.forward, "__code__", original)
+            self.region = Region(original.__name__, family_of(code, self.keep), self.keep, self.verify, module)
+        return self.region
+
+
+_classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
+
+
+def _checkpointing_class(original: type) -> type:
+    """A subclass with the same name whose forward is a region: as torch's parametrize and FSDP2 do it."""
+    found = _classes.get(original)
+    if found is not None:
+        return found
+    inner = original.forward  # type: ignore[attr-defined]
+
+    @functools.wraps(inner)
+    def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
+        wrapping: _Wrapping | None = self.__dict__.get(_REGION)
+        if wrapping is None:
+            return inner(self, *args, **kwargs)
+        fn = wrapping.inner or functools.partial(inner, self)
+        return wrapping.region_for(self, original).run(fn, args, kwargs)
+
+    def reduce(self: Module, protocol: Any) -> Any:
+        return _rebuilt, (original,), self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+
+    made = type(
+        original.__name__,
+        (original,),
+        {
+            "forward": forward,
+            "__reduce_ex__": reduce,
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "_elbowroom_original": original,
+        },
+    )
+    _classes[original] = made
+    return made
+
+
+def _rebuilt(original: type) -> Any:
+    return copyreg.__newobj__(_checkpointing_class(original))  # type: ignore[attr-defined]
+
+
+def wrap(module: M, *, keep: Any = None, verify: str = "first") -> M:
+    """The same module object, checkpointing its own forward from now on.
+
+    Names, ``state_dict``, hooks, attributes, ``isinstance``, ``len``, ``deepcopy`` and pickle are as before; hooks run
+    outside the region. Wrapping again replaces the settings. ``unwrap`` undoes it.
+
+    Raises TypeError if ``module`` is not an ``nn.Module``, UsageError for bad settings.
+    """
+    if not isinstance(module, Module):
+        raise TypeError(f"wrap(module) needs an nn.Module, got {type(module).__name__}; for a function use checkpoint(fn, ...)")
+    unwrap(module)
+    Region(type(module).__name__, family_of(type(module), keep), keep, verify, module)  # bad settings are told here
+    wrapping = _Wrapping(keep, verify, module.__dict__.pop("forward", None))
+    if getattr(type(module), "_elbowroom_original", None) is None:
+        module.__class__ = _checkpointing_class(type(module))
+    module.__dict__[_REGION] = wrapping
+    return module
+
+
+def unwrap(module: M) -> M:
+    """The same module object as it was before ``wrap``; a module that is not wrapped stays as it is."""
+    wrapping = module.__dict__.pop(_REGION, None)
+    if wrapping is not None:
+        if wrapping.inner is not None:
+            module.__dict__["forward"] = wrapping.inner
+        if "_elbowroom_original" in type(module).__dict__:  # else another engine put its own class on top
+            module.__class__ = type(module)._elbowroom_original
+    return module
+
+
+def name(tensor: Tensor, label: str) -> Tensor:
+    """Label a value, so that ``keep=[label]`` can name it. Returns the tensor; outside a region it does nothing else."""
+    if not isinstance(label, str):
+        raise UsageError(f"name(tensor, label): the label is a string, got {type(label).__name__}")
+    for recorder in reversed(recorders()):
+        if drafting.label(recorder, tensor, label):
+            break
+    return tensor
+
+
+def wrapped_region(module: Module) -> Region | None:
+    """The region of a wrapped module, if it is one."""
+    wrapping = module.__dict__.get(_REGION)
+    if wrapping is None:
+        return None
+    return cast(_Wrapping, wrapping).region_for(module, getattr(type(module), "_elbowroom_original", type(module)))

@@ -1,0 +1,516 @@
+"""Recording in full: what a new operator reads, makes and writes, and whether it is proved (rules 6, 8, 9).
+
+Functions over a Recorder that drafts a program (or proves a known one again); the steady state never comes here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from elbowroom.core.geometry import geometry_of, has_strided_storage
+from elbowroom.core.operators import Facts, written_arguments
+from elbowroom.core.policies import Candidate
+from elbowroom.core.program import (
+    MADE, OPAQUE, PARAMETER, KeptRow, Operator, Ref, Slot, Value, refs_of, tensors_of,
+)  # fmt: skip
+from elbowroom.core.proof import AddressWatch, Rerun, fingerprint, in_generated_code, provable
+from elbowroom.core.replayer import hermetic
+from elbowroom.errors import ProofError, UsageError
+
+if TYPE_CHECKING:
+    from elbowroom.core.recorder import Recorder
+
+_TORCH = os.path.dirname(torch.__file__)
+_HERE = os.path.dirname(os.path.dirname(__file__))
+
+
+class Draft:
+    """An operator about to run in full recording: its templates, what it will write, what the proof needs."""
+
+    def __init__(
+        self, recorder: Recorder, func: Any, facts: Facts, args: Any, kwargs: Any,
+        wiring: list[Any], scalars: list[Any], first_value: int, known: Operator | None,
+    ) -> None:  # fmt: skip
+        self.func, self.facts, self.args, self.kwargs = func, facts, args, kwargs
+        self.wiring, self.scalars, self.first_value, self.known = wiring, scalars, first_value, known
+        self.grad_mode = torch.is_grad_enabled()
+        self.default_dtype = torch.get_default_dtype()
+        self.template = (_template(recorder, args), _template(recorder, kwargs))
+        self.written: dict[int, tuple[Tensor, bool]] = {}  # storage -> (tensor, whether it covers and only overwrites)
+        for argument, write_only in written_arguments(facts, args, kwargs):
+            for tensor in tensors_of(argument):
+                if has_strided_storage(tensor):
+                    self.written.setdefault(tensor.untyped_storage()._cdata, (tensor, write_only and _covers(tensor)))
+        if known is not None:
+            for old, _, _ in known.writes:  # the undeclared ones too, found when it was first proved
+                tensor = over_storage((args, kwargs), recorder.storages[old])
+                self.written.setdefault(recorder.storages[old], (tensor, False))
+            recorder.snapshot(recorder.program.snapshots.get(recorder.n_ops, ()))
+        else:
+            values = recorder.program.values
+            olds = [recorder.table[address] for address in self.written]
+            recorder.snapshot(tuple(v for v in olds if values[v].kind != MADE and values[v].read))
+        self.rerun: Rerun | None = None
+        self.before: dict[int, tuple[Tensor, int]] = {}
+        self.generated = recorder.watched and in_generated_code()
+        proving = recorder.proving or (known is not None and recorder.region.verify != "never")
+        if proving and not self.generated and not facts.empty:
+            self._prepare_proof(recorder)
+
+    def _prepare_proof(self, recorder: Recorder) -> None:
+        inputs = [t for t in tensors_of((self.args, self.kwargs)) if has_strided_storage(t)]
+        if any(not provable(t) for t in inputs if t.numel()):
+            return
+        assert recorder.tape.keys is not None
+        with hermetic(recorder.tape.keys):
+            for tensor in inputs:
+                address = tensor.untyped_storage()._cdata
+                if address not in self.written and address not in self.before and tensor.numel():
+                    value = recorder.table[address]
+                    if value not in recorder.prints:
+                        recorder.prints[value] = fingerprint(tensor)
+                    self.before[address] = (tensor, recorder.prints[value])
+            states = recorder.tape.rng.get(recorder.n_ops, ())
+            written = [t for t, _ in self.written.values()]
+            self.rerun = Rerun(self.func, self.facts, self.args, self.kwargs, written, states)
+
+
+def look(recorder: Recorder, facts: Facts, args: Any, kwargs: Any) -> None:
+    """Before an operator reads: whose memory was written without PyTorch seeing it? (rule 8)"""
+    writes = {id(t) for a, _ in written_arguments(facts, args, kwargs) for t in tensors_of(a)}
+    values = recorder.program.values
+    assert recorder.tape.keys is not None
+    for tensor in tensors_of((args, kwargs)):
+        if not has_strided_storage(tensor):
+            continue
+        value = recorder.table.get(tensor.untyped_storage()._cdata)
+        if value is None:
+            continue
+        if value < len(values) and values[value].unfilled and id(tensor) not in writes:
+            recorder.touch(tensor, "it was read before any recorded operator filled it")
+        elif type(tensor.grad_fn).__name__ == "CppFunction":
+            recorder.touch(tensor, "a C++ autograd function made it")
+        elif value in recorder.prints and provable(tensor):
+            with hermetic(recorder.tape.keys):
+                now = fingerprint(tensor)
+            if now != recorder.prints[value]:
+                if recorder.program.values[value].kind == MADE:
+                    recorder.touch(tensor, "it was written without PyTorch seeing it")
+                else:
+                    recorder.lost.add(value)
+                recorder.prints[value] = now
+
+
+def record(recorder: Recorder, draft: Draft, out: Any) -> None:
+    """After the operator ran: prove it, then follow the known one or append a new one."""
+    results = list(tensors_of(out))
+    undeclared = _undeclared_writes(recorder, draft)
+    bad: set[int] = set()
+    bad_writes: set[int] = set()
+    why = ""
+    if undeclared:
+        bad, why = set(range(len(results))), "it writes to an argument that its schema does not declare"
+    elif draft.rerun is not None:
+        assert recorder.tape.keys is not None
+        written = [t for t, _ in draft.written.values()]
+        bad, bad_writes, why = draft.rerun.differing(out, written, recorder.tape.keys)
+    known = draft.known
+    if known is not None and not _still_holds(recorder, known, bad, bad_writes, undeclared):
+        doubt = recorder.region.calls_in_doubt(recorder.program)
+        if known.scalars == draft.scalars and doubt:
+            recorder.failure = ProofError(
+                region=recorder.region.name, operator=str(draft.func), line=known.line, calls_in_doubt=doubt
+            )
+        recorder.leave(draft.first_value)
+        known = None
+    first_new = len(recorder.storages)
+    if known is not None:
+        if known.scalars != draft.scalars:
+            recorder.tape.variants[recorder.n_ops] = _variant(known, draft)
+        recorder.follow(known, draft.args, draft.kwargs, out)
+    else:
+        _append(recorder, draft, results, undeclared, bad, bad_writes, why)
+        recorder.n_ops += 1
+    if recorder.proving:
+        _take_prints(recorder, first_new, (draft.args, draft.kwargs, out))
+
+
+def _undeclared_writes(recorder: Recorder, draft: Draft) -> dict[int, Tensor]:
+    assert recorder.tape.keys is not None
+    changed = {}
+    with hermetic(recorder.tape.keys):
+        for address, (tensor, before) in draft.before.items():
+            now = fingerprint(tensor)
+            if now != before:
+                changed[address] = tensor
+                recorder.prints[recorder.table[address]] = now
+    return changed
+
+
+def _take_prints(recorder: Recorder, first_new: int, tree: Any) -> None:
+    assert recorder.tape.keys is not None
+    fresh = {recorder.storages[v]: v for v in range(first_new, len(recorder.storages))}
+    with hermetic(recorder.tape.keys):
+        for tensor in tensors_of(tree):
+            if fresh and has_strided_storage(tensor):
+                value = fresh.pop(tensor.untyped_storage()._cdata, None)
+                if value is not None and provable(tensor):
+                    recorder.prints[value] = fingerprint(tensor)
+
+
+def _still_holds(
+    recorder: Recorder, known: Operator, bad: set[int], bad_writes: set[int], undeclared: dict[int, Tensor]
+) -> bool:
+    values = recorder.program.values
+    if undeclared or any(known.outputs[i] >= 0 and values[known.outputs[i]].kind == MADE for i in bad):
+        return False
+    return all(values[new].kind != MADE or recorder.storages[old] not in bad_writes for old, new, _ in known.writes)
+
+
+def _variant(known: Operator, draft: Draft) -> Operator:
+    variant = Operator(known.func, known.facts, *draft.template)
+    for name in ("wiring", "reads", "outputs", "writes", "touched", "first_value", "line", "module"):
+        setattr(variant, name, getattr(known, name))
+    variant.scalars = draft.scalars
+    variant.grad_mode, variant.default_dtype = draft.grad_mode, draft.default_dtype
+    return variant
+
+
+def _append(
+    recorder: Recorder, draft: Draft, results: list[Tensor], undeclared: dict[int, Tensor],
+    bad: set[int], bad_writes: set[int], why: str,
+) -> None:  # fmt: skip
+    program = recorder.program
+    op = Operator(draft.func, draft.facts, *draft.template)
+    op.wiring, op.scalars, op.first_value = draft.wiring, draft.scalars, draft.first_value
+    op.grad_mode, op.default_dtype, op.touched = draft.grad_mode, draft.default_dtype, recorder.applied
+    op.line, op.module = where(recorder)
+    op.opaque = draft.generated
+    op.proved = draft.rerun is not None and not bad and not bad_writes
+    if op.opaque:
+        why = "a compiler's generated code ran it, among kernels that nobody sees"
+    program.ops.append(op)
+    times_read: dict[int, int] = {}
+    for ref in refs_of(draft.template):
+        times_read[ref.value] = times_read.get(ref.value, 0) + 1
+    written = dict(draft.written)
+    written.update((address, (tensor, False)) for address, tensor in undeclared.items())
+    writes = []
+    for address, (tensor, overwrites) in written.items():
+        old = recorder.table[address]
+        reads_old = not (overwrites and times_read.get(old) == 1)
+        if not reads_old:
+            del times_read[old]
+        opaque = op.opaque or address in bad_writes or address in undeclared
+        new = _new_version(recorder, op, old, tensor, opaque, why, lost=address in undeclared)
+        writes.append((old, new, reads_old))
+    op.reads = tuple(times_read)
+    op.writes = tuple(writes)
+    for v in op.reads:
+        program.values[v].read = True
+    op.outputs = tuple(_new_output(recorder, op, i, t, op.opaque or i in bad, why) for i, t in enumerate(results))
+
+
+def _new_version(
+    recorder: Recorder, op: Operator, old: int, tensor: Tensor, opaque: bool, why: str, lost: bool
+) -> int:
+    """A write makes a new version of the storage; the old one is there no more, unless it was copied (rule 6)."""
+    program, held = recorder.program, recorder.tape.held
+    before = program.values[old]
+    if before.kind == MADE:
+        before.keep = False
+        held[old] = None
+    elif lost or not before.read:
+        if before.read:
+            recorder.lost.add(old)
+        held[old] = None
+    address = recorder.storages[old]
+    nbytes = tensor.untyped_storage().nbytes()
+    by_identity = isinstance(tensor, Parameter)  # whatever wrote it, a parameter is a source (rule 11)
+    kind = PARAMETER if by_identity else OPAQUE if opaque else MADE
+    value = Value(kind, -1 if by_identity else len(program.ops) - 1, nbytes, geometry_of(tensor), tensor.device, why)
+    program.values.append(value)
+    new = recorder.number(address, tensor if by_identity else None)
+    recorder.table[address] = new
+    if not by_identity:
+        _decide(recorder, op, new, tensor)
+    return new
+
+
+def _new_output(recorder: Recorder, op: Operator, index: int, tensor: Tensor, opaque: bool, why: str) -> int:
+    if not has_strided_storage(tensor):
+        return -1  # whoever reads it takes it as a source by identity
+    storage = tensor.untyped_storage()
+    address = storage._cdata
+    if address in recorder.table:
+        return -1  # a view of something known, or a written argument
+    kind = OPAQUE if opaque else MADE
+    value = Value(kind, len(recorder.program.ops) - 1, storage.nbytes(), geometry_of(tensor), tensor.device, why)
+    value.unfilled = op.facts.empty and storage.nbytes() > 0
+    recorder.program.values.append(value)
+    new = recorder.number(address, None)
+    recorder.guards.append(storage._weak_ref())
+    recorder.table[address] = new
+    _decide(recorder, op, new, tensor)
+    return new
+
+
+def _decide(recorder: Recorder, op: Operator, value: int, tensor: Tensor) -> None:
+    """Hold what is opaque, and what the policy asks for."""
+    from elbowroom.core.recorder import alias
+
+    info = recorder.program.values[value]
+    if info.kind == OPAQUE:
+        recorder.program.kept_rows.append(KeptRow(str(op.func), op.line, info.nbytes, info.why))
+    else:
+        info.keep = recorder.region.policy(
+            Candidate(op.func, info.nbytes, tuple(tensor.shape), tensor.dtype, info.label, op.module, op.line)
+        )
+    if info.at_hand:
+        recorder.tape.held[value] = alias(tensor)
+
+
+def opaque_value(recorder: Recorder, of: int, tensor: Tensor, why: str) -> Value:
+    """The version of ``of`` that began when its address was taken."""
+    program = recorder.program
+    nbytes = tensor.untyped_storage().nbytes()
+    value = Value(OPAQUE, -1, nbytes, geometry_of(tensor), tensor.device, why)
+    value.alias_of = of
+    maker = program.values[of].maker
+    op = program.ops[maker] if maker >= 0 else None
+    program.kept_rows.append(KeptRow(str(op.func) if op else "an input", op.line if op else "", nbytes, why))
+    return value
+
+
+def make_opaque(recorder: Recorder, tree: Any, why: str) -> None:
+    """An operator ran that cannot be replayed (it talks to other processes, it resizes): keep all it touched (rule 8)."""
+    for tensor in tensors_of(tree):
+        if has_strided_storage(tensor) and recorder.table.get(tensor.untyped_storage()._cdata) is not None:
+            recorder.touch(tensor, why)
+    touches, recorder.pending = recorder.pending, []
+    for value, tensor, reason in touches:
+        new = recorder.number(recorder.storages[value], tensor)
+        recorder.table[recorder.storages[value]] = new
+        if not recorder.following:
+            recorder.program.values.append(opaque_value(recorder, value, tensor, reason))
+
+
+def label(recorder: Recorder, tensor: Tensor, text: str) -> bool:
+    """Name the value under ``tensor``; false if this recorder does not know it."""
+    from elbowroom.core.recorder import alias
+
+    if not has_strided_storage(tensor):
+        return False
+    value = recorder.table.get(tensor.untyped_storage()._cdata)
+    if value is None:
+        return False
+    if recorder.following:
+        return True  # the program knows
+    info = recorder.program.values[value]
+    info.label = text
+    if info.kind == MADE and not info.keep:
+        op = recorder.program.ops[info.maker]
+        info.keep = recorder.region.policy(
+            Candidate(op.func, info.nbytes, tuple(tensor.shape), tensor.dtype, text, op.module, op.line)
+        )
+        if info.keep:
+            recorder.tape.held[value] = alias(tensor)
+    return True
+
+
+# The end of the region ----------------------------------------------------------------------------------------------
+
+
+def conclude(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Bind what was saved, finish the program, and let the tape go of what nothing needs."""
+    if recorder.proving:
+        _look_again(recorder)
+    recorder._apply_touches()
+    program = recorder.program
+    if recorder.following:
+        bindings = _bindings(recorder) if recorder.proving else None
+        if (
+            recorder.n_ops != len(program.ops)
+            or recorder.n_slots != len(program.slots)
+            or recorder.applied != program.touched_last
+            or (bindings is not None and bindings != program.slots)
+        ):
+            if recorder.applied != program.touched_last and recorder.n_ops == len(program.ops):
+                doubt = recorder.region.calls_in_doubt(program)
+                if doubt and program.ops:
+                    last = program.ops[-1]
+                    recorder.failure = ProofError(
+                        region=recorder.region.name, operator=str(last.func), line=last.line, calls_in_doubt=doubt
+                    )
+            recorder.leave(len(recorder.storages))
+            program = recorder.program
+    if not recorder.following:
+        program.touched_last = recorder.applied
+        program.slots = _bindings(recorder)
+        _name_sources(recorder, args, kwargs)
+        program.finish()
+        _keep_what_lost_its_source(recorder)
+        recorder.region.family.add(program)
+    recorder.region.ran(program, proved=recorder.proving)
+    recorder.tape.close()
+
+
+def _look_again(recorder: Recorder) -> None:
+    """Writes that nobody recorded, after the last reader: compare fingerprints at the region's end (rule 9)."""
+    assert recorder.tape.keys is not None or not recorder.prints
+    if recorder.tape.keys is None:
+        return
+    seen = set()
+    with hermetic(recorder.tape.keys):
+        saved = [t for t, _ in recorder.late.values()]
+        for tensor in [*saved, *(h for h in recorder.tape.held if isinstance(h, Tensor) and has_strided_storage(h))]:
+            value = recorder.table.get(tensor.untyped_storage()._cdata)
+            if value is None or value in seen or value not in recorder.prints or not provable(tensor):
+                continue
+            seen.add(value)
+            if fingerprint(tensor) != recorder.prints[value]:
+                if recorder._kind(value) == MADE:
+                    recorder.touch(tensor, "it was written without PyTorch seeing it")
+                else:
+                    recorder.lost.add(value)
+
+
+def _bindings(recorder: Recorder) -> list[Slot]:
+    """A saved tensor means its storage as it is when the region ends, unless plain autograd would refuse it (rule 6)."""
+    from elbowroom.core.recorder import alias
+
+    values = recorder.program.values
+    slots = []
+    for i, slot in enumerate(recorder.program.slots[: recorder.n_slots]):
+        newest = recorder.table[recorder.storages[slot.value]]
+        tensor, version = recorder.late.get(i, (None, None))
+        dead = ""
+        if newest != slot.value and (tensor is None or tensor.is_inference() or tensor._version != version):
+            touched_only = newest < len(values) and values[newest].alias_of == slot.value
+            if not (touched_only or torch.autograd.graph._allow_mutation_on_saved_tensors_enabled):
+                dead = (
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"[{slot.geometry}] is at version {'?' if tensor is None else tensor._version}; "
+                    f"expected version {version} instead."
+                )
+        if values[newest].unfilled and tensor is not None and not recorder.following:
+            info = values[newest]
+            info.kind, info.why = OPAQUE, "it was saved before any recorded operator filled it"
+            recorder.tape.held[newest] = alias(tensor)
+        slots.append(Slot(slot.value, slot.geometry, newest, dead))
+    return slots
+
+
+def _keep_what_lost_its_source(recorder: Recorder) -> None:
+    """Saved values that only a lost source could replay: keep them, while autograd's own tensor is still here."""
+    from elbowroom.core.recorder import alias
+
+    program = recorder.program
+    if not recorder.lost:
+        return
+    for i, slot in enumerate(program.slots):
+        leaves: set[int] = set()
+        at_hand = bytearray(v.at_hand for v in program.values)
+        program.needs(slot.bound, at_hand, set(), leaves)
+        if slot.dead or not leaves & recorder.lost or slot.bound in recorder.lost or i not in recorder.late:
+            continue
+        value = program.values[slot.bound]
+        value.kind, value.why = OPAQUE, "the input it was computed from was overwritten"
+        recorder.tape.held[slot.bound] = alias(recorder.late[i][0])
+        op = program.ops[value.maker]
+        program.kept_rows.append(KeptRow(str(op.func), op.line, value.nbytes, value.why))
+    program.finish()
+
+
+def _name_sources(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    names: dict[int, str] = {}
+    for i, tensor in enumerate(tensors_of(args)):
+        if has_strided_storage(tensor):
+            names[tensor.untyped_storage()._cdata] = f"argument {i}"
+    for key, item in kwargs.items():
+        for tensor in tensors_of(item):
+            if has_strided_storage(tensor):
+                names[tensor.untyped_storage()._cdata] = f"argument {key!r}"
+    module = recorder.region.module()
+    if module is not None:
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if has_strided_storage(tensor):
+                names[tensor.untyped_storage()._cdata] = f"{type(tensor).__name__.lower()} {name!r}"
+    for v, value in enumerate(recorder.program.values):
+        if value.maker < 0 and value.name is None:
+            value.name = names.get(recorder.storages[v])
+
+
+# Odds and ends of recording -----------------------------------------------------------------------------------------
+
+
+def _template(recorder: Recorder, tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        value = recorder._value(tree)
+        return Ref(value, geometry_of(tree) if recorder.storages[value] else None)
+    if isinstance(tree, list):
+        return [_template(recorder, item) for item in tree]
+    if type(tree) is tuple:
+        return tuple([_template(recorder, item) for item in tree])
+    if isinstance(tree, dict):
+        return {name: _template(recorder, item) for name, item in tree.items()}
+    return tree
+
+
+def _covers(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def over_storage(tree: Any, address: int) -> Tensor:
+    """The first tensor in ``tree`` over a storage."""
+    return next(t for t in tensors_of(tree) if has_strided_storage(t) and t.untyped_storage()._cdata == address)
+
+
+def where(recorder: Recorder) -> tuple[str, str]:
+    """(source line, module) of the user's code that runs now: the innermost frame outside torch and this package."""
+    frame = sys._getframe(1)
+    line = ""
+    module = ""
+    root = recorder.region.module()
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not line and not path.startswith((_TORCH, _HERE)):
+            line = f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"
+        if not module and frame.f_code.co_name == "forward":
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, Module):
+                module = recorder.region.path_of(owner) if root is not None else type(owner).__name__
+        if frame.f_code.co_filename == __file__.replace("drafting.py", "recorder.py") and frame.f_code.co_name == "run":
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    return line or "unknown", module
+
+
+@contextlib.contextmanager
+def watching(recorder: Recorder) -> Iterator[None]:
+    """Watch who takes addresses, while the recorder is told to."""
+    if not recorder.watched:
+        yield
+    else:
+        with AddressWatch(recorder.touch):
+            yield
+
+
+def explained(error: RuntimeError, region: str) -> UsageError | None:
+    """A clearer error for what torch refuses inside a region (rule 10)."""
+    text = str(error)
+    if "saved tensor hooks" in text and "torch.func" in text:
+        return UsageError(
+            f"region {region} calls a gradient transform of torch.func (grad, vjp, jacrev, ...) inside it, and torch does "
+            f"not allow that under saved-tensor hooks, which checkpointing needs. Leave this region out, or use "
+            f"torch.autograd.grad(..., create_graph=True) in it. A transform around the region works."
+        )
+    return None

@@ -1,0 +1,200 @@
+"""The proof: replay each operator right after it ran, compare bit for bit, and look for writes nobody declared (rule 9).
+
+It runs while a program is new and at calls 2, 4, 8, ...: one example proves little (a write may happen to change
+nothing the first time), so structure is watched as well: whoever takes the address of a storage makes it opaque (rule 8).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from elbowroom.core.geometry import whole_storage
+from elbowroom.core.operators import Facts
+from elbowroom.core.program import tensors_of
+from elbowroom.core.replayer import Keys, hermetic
+from elbowroom.core.rng import States, drawing_from
+
+_COLUMNS = 1024
+_weights: dict[torch.device, Tensor] = {}
+
+
+def _weights_on(device: torch.device) -> Tensor:
+    found = _weights.get(device)
+    if found is None:
+        # A multiplicative sequence: odd, so that every bit of every word counts.
+        powers = [1]
+        for _ in range(2 * _COLUMNS - 1):
+            powers.append(powers[-1] * 0x9E3779B97F4A7C15 % 2**64)
+        signed = [p - 2**64 if p >= 2**63 else p for p in powers]
+        found = _weights[device] = torch.tensor(signed, dtype=torch.int64).to(device)
+    return found
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """A 64-bit fingerprint of the whole storage under ``tensor``, by its bytes.
+
+    Weighted sums over rows and columns of 64-bit words: 0.6 ms for 16 MiB where a copy takes 3 ms, and no temporaries
+    of that size.
+    """
+    storage = tensor.untyped_storage()
+    device = tensor.device
+    weights = _weights_on(device)
+    words = torch.empty(0, dtype=torch.int64, device=device).set_(storage, 0, (storage.nbytes() // 8,), (1,))
+    n_rows = words.numel() // _COLUMNS
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    if n_rows:
+        table = words[: n_rows * _COLUMNS].view(n_rows, _COLUMNS)
+        total = total + (table.sum(0) * weights[:_COLUMNS]).sum()
+        sums = table.sum(1)
+        while sums.numel() > 1:  # fold the row sums with weights of their own
+            fold = sums[: sums.numel() // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
+            rest = sums[fold.numel() :]
+            folded = (fold * weights[_COLUMNS:]).sum(1)
+            total = total * 31 + (rest * weights[_COLUMNS : _COLUMNS + rest.numel()]).sum()
+            sums = folded
+        total = total * 31 + sums.sum()
+    rest = words[n_rows * _COLUMNS :]
+    total = total * 31 + (rest * weights[: rest.numel()]).sum()
+    tail = whole_storage(storage, tensor)[words.numel() * 8 :]
+    if tail.numel():
+        total = total * 31 + (tail.long() * weights[: tail.numel()]).sum()
+    return int(total)
+
+
+def _as_bits(tensor: Tensor) -> Tensor:
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.is_floating_point():
+        return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    return tensor
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Equal bit for bit, NaN equal to NaN; -0.0 is not 0.0."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.stride() != other.stride():
+        return False
+    if torch.equal(_as_bits(one), _as_bits(other)):
+        return True
+    if not (one.is_floating_point() or one.is_complex()):
+        return False
+    a, b = (torch.view_as_real(t.resolve_conj().resolve_neg()) if t.is_complex() else t for t in (one, other))
+    nan = a.isnan()
+    return torch.equal(nan, b.isnan()) and torch.equal(_as_bits(a.masked_fill(nan, 0)), _as_bits(b.masked_fill(nan, 0)))
+
+
+def provable(tensor: Tensor) -> bool:
+    """Whether the tensor has bytes to compare: not on the meta device, not fake, not empty of storage."""
+    return tensor.device.type != "meta" and tensor.untyped_storage().nbytes() > 0 and type(tensor).__name__ != "FakeTensor"
+
+
+class Rerun:
+    """One operator, about to run: what a second run of it needs, taken before the first (written storages above all)."""
+
+    def __init__(
+        self, func: Any, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any], written: Iterable[Tensor], states: States
+    ) -> None:
+        self.func = func
+        self.facts = facts
+        self.states = states
+        self.grad_mode = torch.is_grad_enabled()
+        self.scratch: dict[int, torch.UntypedStorage] = {}
+        for tensor in written:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.scratch:
+                self.scratch[storage._cdata] = storage.clone()
+        self.args = _with_scratch(args, self.scratch)
+        self.kwargs = _with_scratch(kwargs, self.scratch)
+
+    def differing(self, out: Any, written: Iterable[Tensor], keys: Keys) -> tuple[set[int], set[int], str]:
+        """Run again and compare: (numbers of flattened results, storages written) that differ, and why."""
+        first = list(tensors_of(out))
+        n_results = range(len(first))
+        everything = {t.untyped_storage()._cdata for t in written}
+        try:
+            with hermetic(keys), drawing_from(self.states, self.facts, self.kwargs) as kwargs:
+                torch._C._set_grad_enabled(self.grad_mode)
+                again = list(tensors_of(self.func(*self.args, **kwargs)))
+        except torch.OutOfMemoryError:
+            return set(n_results), everything, "no memory to prove it"
+        except Exception as error:
+            return set(n_results), everything, f"a second run raised {type(error).__name__}"
+        if len(again) != len(first):
+            return set(n_results), everything, "a second run gave another number of results"
+        with hermetic(keys):
+            bad = set()
+            for i, (one, other) in enumerate(zip(first, again, strict=True)):
+                if self.facts.empty or i in self.facts.scratch:
+                    continue
+                if _strided(one) and _strided(other) and provable(one) and not same_bits(one, other):
+                    bad.add(i)
+            bad_writes = set()
+            for tensor in written:
+                mine = self.scratch[tensor.untyped_storage()._cdata]
+                if not torch.equal(whole_storage(mine, tensor), whole_storage(tensor.untyped_storage(), tensor)):
+                    bad_writes.add(tensor.untyped_storage()._cdata)
+        return bad, bad_writes, "a second run gave other bits"
+
+
+def _strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+def _with_scratch(tree: Any, scratch: dict[int, torch.UntypedStorage]) -> Any:
+    """Arguments with every tensor over a written storage moved onto that storage's scratch copy."""
+    if not scratch:
+        return tree
+    if isinstance(tree, Tensor):
+        if _strided(tree) and tree.untyped_storage()._cdata in scratch:
+            with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()):
+                moved = torch.empty(0, dtype=tree.dtype, device=tree.device).set_(
+                    scratch[tree.untyped_storage()._cdata], tree.storage_offset(), tree.size(), tree.stride()
+                )
+            moved = torch._conj(moved) if tree.is_conj() else moved
+            return torch._neg_view(moved) if tree.is_neg() else moved
+        return tree
+    if isinstance(tree, list):
+        return [_with_scratch(item, scratch) for item in tree]
+    if type(tree) is tuple:
+        return tuple(_with_scratch(item, scratch) for item in tree)
+    if isinstance(tree, dict):
+        return {name: _with_scratch(item, scratch) for name, item in tree.items()}
+    return tree
+
+
+_ADDRESS_TAKERS = frozenset(
+    getattr(Tensor, name)
+    for name in ("data_ptr", "numpy", "__array__", "__dlpack__", "untyped_storage", "storage", "_typed_storage")
+    if hasattr(Tensor, name)
+)
+
+
+class AddressWatch(TorchFunctionMode):
+    """Sees who takes the address of a tensor's memory: Triton's launcher, numpy, dlpack, ctypes (rule 8)."""
+
+    def __init__(self, touch: Callable[[Tensor, str], None]) -> None:
+        super().__init__()
+        self.touch = touch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _ADDRESS_TAKERS and args and isinstance(args[0], Tensor):
+            with torch._C.DisableTorchFunction():
+                self.touch(args[0], f"its address was taken by {getattr(func, '__name__', func)}")
+        return func(*args, **(kwargs or {}))
+
+
+def in_generated_code() -> bool:
+    """Whether an operator was called from code that a compiler generated, whose other kernels nobody sees (rule 8)."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if "torchinductor_" in frame.f_code.co_filename or "inductor_cache" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

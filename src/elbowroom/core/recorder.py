@@ -1,0 +1,475 @@
+"""One call of a region, watched below autograd: compare it with a known program, or record a new one (rules 1, 6 to 9, 13).
+
+The steady state *follows* a program: each operator is compared (function, wiring, geometry, scalars by type and bits)
+and only what a replay needs is noted. A call that leaves its program *drafts* a new one from there, with the proof on.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from elbowroom.core import drafting
+from elbowroom.core.flags import Flags
+from elbowroom.core.geometry import geometry_of, has_strided_storage, over
+from elbowroom.core.operators import Facts, facts_of
+from elbowroom.core.program import MADE, PARAMETER, SOURCE, Operator, Program, Slot, Value, tensors_of
+from elbowroom.core.replayer import LAZY_BITS, Handle, Tape
+from elbowroom.core.rng import remember
+
+if TYPE_CHECKING:
+    from elbowroom.core.region import Region
+
+_ALIAS_KEYS = DispatchKeySet(DispatchKey.ADInplaceOrView)
+_PYTHON = DispatchKeySet(DispatchKey.Python)
+
+active = threading.local()  # .recorders: the stack of this thread
+
+
+def recorders() -> list[Recorder]:
+    """The recorders active in this thread, outermost first."""
+    if not hasattr(active, "recorders"):
+        active.recorders = []
+    return active.recorders  # type: ignore[no-any-return]
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """A detached alias that shares the version counter, also inside a handler, where torch's own would not (rule 7)."""
+    if tensor.is_inference():
+        return tensor
+    exclude = torch._C._dispatch_tls_local_exclude_set() - _ALIAS_KEYS
+    if type(tensor) in (Tensor, Parameter):
+        exclude = exclude | _PYTHON  # an outer mode must not see it
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude):
+        return tensor.detach()
+
+
+class Flattened:
+    """A saved wrapper-subclass tensor as its plain parts (rule 11)."""
+
+    __slots__ = ("context", "kind", "parts", "size", "stride")
+
+    def __init__(self, tensor: Any, pack: Callable[[Tensor], Any]) -> None:
+        names, self.context = tensor.__tensor_flatten__()
+        self.kind = type(tensor)
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        parts = {name: getattr(tensor, name) for name in names}
+        self.parts = {n: (True, pack(p)) if isinstance(p, Tensor) else (False, p) for n, p in parts.items()}
+
+    def rebuilt(self, unpack: Callable[[Any], Tensor]) -> Tensor:
+        inner = {n: unpack(p) if packed else p for n, (packed, p) in self.parts.items()}
+        return self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)  # type: ignore[no-any-return]
+
+
+def unpack(packed: Any) -> Tensor:
+    """What autograd gets for what ``Recorder.pack`` gave it."""
+    if isinstance(packed, Handle):
+        with torch._C.DisableTorchFunction():
+            return packed.tape.fetch(packed.index)
+    if isinstance(packed, Flattened):
+        return packed.rebuilt(unpack)
+    return packed  # type: ignore[no-any-return]
+
+
+class Recorder(TorchDispatchMode):
+    """The dispatch mode of one region call. ``program`` is followed if given; ``proving`` turns the proof on."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # a compiled callee inside the region runs compiled (rule 2)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # spares a wrapper of 1.3 µs around every handler call
+
+    def __init__(self, region: Region, program: Program | None, *, proving: bool, watched: bool) -> None:
+        super().__init__()
+        self.region = region
+        self.program = program if program is not None else Program(region.name)
+        self.following = program is not None
+        self.tape = Tape(self.program)
+        self.tape.fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        self.tape.flags = Flags.now()
+        self.tape.adopt = self._adopt
+        self.proving = proving and self.tape.fake is None
+        self.watched = watched and self.tape.fake is None
+        self.stopped = False
+        self.failure: Exception | None = None
+        self.n_ops = 0
+        self.n_slots = 0
+        self.table: dict[int, int] = {}  # storage -> newest value on it
+        self.storages: list[int] = []  # value -> storage (0: none)
+        self.guards: list[int] = []  # weak references: an address in the table is never reused while we record
+        self.identities: dict[int, tuple[Any, int]] = {}
+        self.aliases: dict[int, Tensor] = {}  # values that will be touched -> the tensor to hold then
+        self.pending: list[tuple[int, Tensor, str]] = []  # touches since the last operator
+        self.applied: tuple[int, ...] = ()  # touches applied before the operator that runs now
+        self.late: dict[int, tuple[Tensor, int | None]] = {}  # slot -> what was saved, and its version then
+        self.lost: set[int] = set()  # sources whose content went before anybody could take it
+        self.prints: dict[int, int] = {}  # value -> fingerprint, while proving
+
+    # Operators ----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.stopped or not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)  # a higher-order operator: what it returns is a source to whoever reads it
+        if types and any(is_traceable_wrapper_subclass(t) for t in tensors_of((args, kwargs))):
+            return NotImplemented  # the subclass runs, and its inner operators come here (rule 11)
+        facts = facts_of(func)
+        step: Operator | drafting.Draft | None = None
+        try:
+            with torch._C.DisableTorchFunction():
+                if self.tape.keys is None:
+                    self._learn_keys()
+                if facts.is_view:
+                    self._see(args)
+                elif not facts.communicates and not facts.resizes:
+                    step = self._before(func, facts, args, kwargs)
+        except Exception as error:
+            self._stop(error)
+        if facts.simple or self.tape.keys is None:
+            out = func(*args, **kwargs)
+        else:
+            with torch._C._ForceDispatchKeyGuard(*self.tape.keys):
+                out = func(*args, **kwargs)
+        if facts.is_view or self.stopped:
+            return out
+        try:
+            with torch._C.DisableTorchFunction():
+                if step is None:
+                    drafting.make_opaque(self, (args, kwargs, out), f"{func} communicates or resizes")
+                elif isinstance(step, Operator):
+                    self.follow(step, args, kwargs, out)
+                else:
+                    drafting.record(self, step, out)
+        except Exception as error:
+            self._stop(error)
+        return out
+
+    def _learn_keys(self) -> None:
+        include = torch._C._dispatch_tls_local_include_set()
+        self.tape.keys = (include - _PYTHON, torch._C._dispatch_tls_local_exclude_set() - LAZY_BITS)
+
+    def _before(self, func: Any, facts: Facts, args: Any, kwargs: Any) -> Operator | drafting.Draft:
+        if self.proving:
+            drafting.look(self, facts, args, kwargs)
+        self._apply_touches()
+        first_value = len(self.storages)
+        wiring: list[Any] = [func, first_value]
+        scalars: list[Any] = [torch.is_grad_enabled(), torch.get_default_dtype()]
+        self._encode(args, wiring, scalars)
+        if kwargs:
+            wiring.append(tuple(kwargs))
+            self._encode(kwargs.values(), wiring, scalars)
+        if facts.seeded:
+            self.tape.rng[self.n_ops] = remember(args, kwargs)
+        op = self._match(wiring, first_value) if self.following else None
+        if op is not None and op.scalars == scalars and not self.proving:
+            self.snapshot(self.program.snapshots.get(self.n_ops, ()))
+            return op
+        return drafting.Draft(self, func, facts, args, kwargs, wiring, scalars, first_value, op)
+
+    def _encode(self, items: Any, wiring: list[Any], scalars: list[Any]) -> None:
+        """Split arguments into wiring (which value, which geometry) and scalars (by type and bits)."""
+        for item in items:
+            kind = type(item)
+            if kind is Tensor or kind is Parameter or isinstance(item, Tensor):
+                value = self._value(item)
+                if self.storages[value]:
+                    wiring += (
+                        value, item.size(), item.stride(), item.storage_offset(), item.dtype, item.is_conj(), item.is_neg(),
+                    )  # fmt: skip
+                else:
+                    wiring.append(value)
+            elif kind is float:
+                scalars.append(item if item else repr(item))  # 0.0 is not -0.0
+                scalars.append(float)
+            elif kind is list or kind is tuple:
+                wiring.append(len(item))
+                self._encode(item, wiring, scalars)
+            else:
+                scalars.append(item)
+                scalars.append(kind)
+
+    def _match(self, wiring: list[Any], first_value: int) -> Operator | None:
+        """The program's next operator if this is it; else a sibling program's; else a draft begins here."""
+        k = self.n_ops
+        ops = self.program.ops
+        if k < len(ops):
+            op = ops[k]
+            if op.wiring == wiring and op.touched == self.applied:
+                return op
+        for sibling in self.region.family.programs:
+            if len(sibling.ops) > k and sibling.ops[k].wiring == wiring and self._may_switch(sibling):
+                self.program = self.tape.program = sibling
+                return sibling.ops[k]
+        self.leave(first_value)
+        return None
+
+    def _may_switch(self, sibling: Program) -> bool:
+        """Whether everything that ``sibling`` needs from the part already run is there."""
+        k, n = self.n_ops, self.n_slots
+        if sibling is self.program or sibling.ops[k].touched != self.applied:
+            return False
+        if k and sibling.ops[k - 1] is not self.program.ops[k - 1]:
+            return False
+        if len(sibling.slots) < n or any(
+            a.value != b.value or a.geometry != b.geometry for a, b in zip(sibling.slots[:n], self.program.slots[:n], strict=True)
+        ):
+            return False
+        held = self.tape.held
+        made = range(sibling.ops[k].first_value)
+        return all(held[v] is not None or v in self.aliases for v in made if v in sibling.holds) and not any(
+            at < k and not set(old) <= {v for v in made if held[v] is not None} for at, old in sibling.snapshots.items()
+        )
+
+    def leave(self, n_values: int) -> None:
+        """This call does what no known program does: draft one that shares what was the same so far (rule 13)."""
+        draft = self.program.fork(self.n_ops, n_values, self.n_slots)
+        for v, value in enumerate(draft.values):
+            if self.tape.held[v] is None and v not in self.aliases:
+                if value.kind == MADE:
+                    value.keep = False
+                else:
+                    self.lost.add(v)
+        for v in range(n_values, len(self.storages)):
+            draft.values.append(self._source_value(v))
+        draft.watched = self.watched
+        self.program = self.tape.program = draft
+        self.following = False
+        self.proving = self.region.verify != "never" and self.tape.fake is None
+
+    def _source_value(self, v: int) -> Value:
+        held = self.tape.held[v]
+        assert isinstance(held, Tensor)
+        kind = PARAMETER if isinstance(held, Parameter) else SOURCE
+        if not self.storages[v]:
+            return Value(kind, -1, 0, None, held.device)
+        return Value(kind, -1, held.untyped_storage().nbytes(), geometry_of(held), held.device)
+
+    # Values -------------------------------------------------------------------------------------------------------
+
+    def _value(self, tensor: Tensor) -> int:
+        """The number of the value under a tensor; one never met is a source from here on."""
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return self._identity(tensor)
+        address = storage._cdata
+        value = self.table.get(address)
+        if value is None or (
+            type(tensor) is not Tensor and isinstance(tensor, Parameter) and self._kind(value) != PARAMETER
+        ):
+            # An nn.Parameter is a source by identity, whatever wrote it (rule 11).
+            if not has_strided_storage(tensor):
+                return self._identity(tensor)
+            value = self.number(address, tensor if isinstance(tensor, Parameter) else alias(tensor))
+            self.guards.append(storage._weak_ref())
+            self.table[address] = value
+            if tensor.grad_fn is not None:
+                self.tape.activations.add(value)
+            if not self.following:
+                self.program.values.append(self._source_value(value))
+        return value
+
+    def _kind(self, value: int) -> str:
+        values = self.program.values
+        if value < len(values):
+            return values[value].kind
+        return PARAMETER if isinstance(self.tape.held[value], Parameter) else SOURCE
+
+    def number(self, address: int, held: Tensor | None) -> int:
+        self.storages.append(address)
+        self.tape.held.append(held)
+        return len(self.storages) - 1
+
+    def _identity(self, tensor: Tensor) -> int:
+        """A tensor without strided storage is a source, known by the object that it is."""
+        found = self.identities.get(id(tensor))
+        if found is not None and found[0]() is tensor:
+            return found[1]
+        value = self.number(0, tensor if isinstance(tensor, Parameter) else tensor.detach())
+        self.identities[id(tensor)] = (weakref.ref(tensor), value)
+        if not self.following:
+            self.program.values.append(self._source_value(value))
+        return value
+
+    def _see(self, args: Any) -> None:
+        """A view operator makes no value, but its base may be a source met here for the first time."""
+        for item in args:
+            if isinstance(item, Tensor):
+                self._value(item)
+
+    def _adopt(self, tensor: Tensor, value: int) -> None:
+        """A value that backward replayed inside the region stands for the original from here on."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.table:
+            self.guards.append(storage._weak_ref())
+            self.table[storage._cdata] = value
+
+    def snapshot(self, values: tuple[int, ...]) -> None:
+        """Copy sources (and opaque values) that the next operator overwrites and that replays need (rule 6)."""
+        for v in values:
+            held = self.tape.held[v]
+            geometry = self.program.values[v].geometry
+            if isinstance(held, Tensor) and geometry is not None:
+                self.tape.held[v] = over(held.untyped_storage().clone(), geometry, held.device)
+
+    def _apply_touches(self) -> None:
+        """Values whose address was taken since the last operator become opaque: new versions of the same storage."""
+        if self.following and not self.watched:
+            k = self.n_ops
+            ops = self.program.ops
+            self.applied = ops[k].touched if k < len(ops) else self.program.touched_last
+            for v in self.applied:
+                self.table[self.storages[v]] = self.number(self.storages[v], self.aliases[v])
+            return
+        self.applied = tuple(v for v, _, _ in self.pending)
+        for v, tensor, why in self.pending:
+            new = self.number(self.storages[v], tensor)
+            self.table[self.storages[v]] = new
+            if not self.following:
+                self.program.values.append(drafting.opaque_value(self, v, tensor, why))
+        self.pending = []
+
+    def touch(self, tensor: Tensor, why: str) -> None:
+        """From here on, what is in this storage is not what operators made: keep it (rule 8)."""
+        if self.stopped or not has_strided_storage(tensor):
+            return
+        value = self.table.get(tensor.untyped_storage()._cdata)
+        if value is None or self._kind(value) != MADE or any(v == value for v, _, _ in self.pending):
+            return  # a source or an opaque value is held as it is anyway
+        self.pending.append((value, alias(tensor), why))
+
+    def follow(self, op: Operator, args: Any, kwargs: Any, out: Any) -> None:
+        """The steady state after an operator ran: number what it made, hold what the program holds."""
+        held, table, storages = self.tape.held, self.table, self.storages
+        holds = self.program.holds
+        for old, new, _ in op.writes:
+            address = storages[old]
+            if old not in self.program.snapshots.get(self.n_ops, ()):
+                held[old] = None
+                self.aliases.pop(old, None)
+            storages.append(address)
+            table[address] = new
+            held.append(self._hold(new, drafting.over_storage((args, kwargs), address)) if new in holds else None)
+        if op.outputs:
+            for value, tensor in zip(op.outputs, tensors_of(out), strict=True):
+                if value >= 0:
+                    storage = tensor.untyped_storage()
+                    address = storage._cdata
+                    storages.append(address)
+                    held.append(self._hold(value, tensor) if value in holds else None)
+                    if address not in table:
+                        self.guards.append(storage._weak_ref())
+                        table[address] = value
+        self.n_ops += 1
+
+    def _hold(self, value: int, tensor: Tensor) -> Tensor | None:
+        info = self.program.values[value]
+        mine = alias(tensor)
+        if info.kind == MADE and not (info.keep and self.program.counts[value]):
+            self.aliases[value] = mine  # held only once it is touched
+            return None
+        return mine
+
+    # Saved tensors ------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Autograd saves a tensor: give it a handle."""
+        if self.stopped:
+            return tensor
+        try:
+            with torch._C.DisableTorchFunction():
+                if is_traceable_wrapper_subclass(tensor):
+                    return Flattened(tensor, self.pack)
+                if not has_strided_storage(tensor):
+                    return tensor
+                return self._save(tensor)
+        except Exception as error:
+            self._stop(error)
+            return tensor
+
+    def _save(self, tensor: Tensor) -> Handle:
+        n_values = len(self.storages)
+        value = self._value(tensor)
+        geometry = geometry_of(tensor)
+        i = self.n_slots
+        if self.following:
+            slots = self.program.slots
+            if i >= len(slots) or slots[i].value != value or slots[i].geometry != geometry:
+                self.leave(n_values)
+        if not self.following:
+            self.program.slots.append(Slot(value, geometry, value))
+            self.program.values[value].read = True
+        if self.proving or not self.following:
+            self.late[i] = (tensor, None if tensor.is_inference() else tensor._version)
+        self.n_slots += 1
+        return Handle(self.tape, i)
+
+    # Beginning and end --------------------------------------------------------------------------------------------
+
+    def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the region, once (rule 1)."""
+        hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
+        stack = recorders()
+        stack.append(self)
+        try:
+            with hooks, drafting.watching(self), self:
+                out = fn(*args, **kwargs)
+        except RuntimeError as error:
+            clearer = drafting.explained(error, self.region.name)
+            if clearer is None:
+                raise
+            raise clearer from error
+        finally:
+            stack.pop()
+            self._end(args, kwargs)
+        if self.failure is not None:
+            raise self.failure
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if outer is not None:
+            self.tape.pack_through(*outer)
+        return out
+
+    def _end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            with torch._C.DisableTorchFunction():
+                if self.stopped:
+                    self.tape.abandon()
+                else:
+                    drafting.conclude(self, args, kwargs)
+        except Exception as error:
+            self._stop(error)
+            self.tape.abandon()
+        finally:
+            free = torch.UntypedStorage._free_weak_ref
+            for guard in self.guards:
+                free(guard)
+            self.guards = []
+            self.table, self.late, self.aliases, self.pending, self.identities = {}, {}, {}, [], {}
+
+    def _stop(self, error: Exception) -> None:
+        """The recorder failed: torch must not see it. Keep everything from here on, and say so once (rule 1)."""
+        self.stopped = True
+        if not self.region.warned:
+            self.region.warned = True
+            warnings.warn(
+                f"elbowroom: recording region {self.region.name} failed ({type(error).__name__}: {error}); what it saves "
+                f"from here on is kept as without checkpointing. Gradients stay right. Please report this.",
+                RuntimeWarning,
+                stacklevel=2,
+            )

@@ -1,0 +1,426 @@
+"""From what was kept back to what autograd asks for: the tape of one call, and its sweeps (rules 2 to 7 and 12).
+
+A tape holds what the call left behind: sources, kept values, generator states. A *handle* is what autograd holds in
+place of a saved tensor; unpacking it asks the tape. Integer counts, taken from the program, say how many live handles
+still need each value, so that memory falls handle by handle, without reference cycles and without a collector.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch.utils._python_dispatch import _disable_current_modes
+
+from elbowroom.core.flags import Flags
+from elbowroom.core.geometry import over, view
+from elbowroom.core.program import MADE, Operator, Program, Ref, tensors_of
+from elbowroom.core.rng import States, drawing_from
+from elbowroom.errors import ChangedTensorError, ReplayError
+
+#: Excluded inside dispatch-mode handlers by torch; without them some operators compute other bits (rule 2).
+LAZY_BITS = (
+    DispatchKeySet(DispatchKey.Conjugate) | DispatchKeySet(DispatchKey.Negative) | DispatchKeySet(DispatchKey.ZeroTensor)
+)
+
+#: Thread-local dispatch keys (included, excluded) under which an operator was recorded.
+Keys = tuple[DispatchKeySet, DispatchKeySet]
+
+
+@contextmanager
+def hermetic(keys: Keys, fake: Any = None) -> Iterator[None]:
+    """Nothing of the surroundings reaches a replay: modes, transforms, autocast, autograd are off (rule 2)."""
+    with (
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+        torch._C._DisableFuncTorch(),
+        torch.no_grad(),
+        torch._C._ForceDispatchKeyGuard(*keys),
+    ):
+        if fake is None:
+            yield
+        else:
+            with fake:
+                yield
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """The version counter, None for inference tensors, which have none."""
+    return None if tensor.is_inference() else tensor._version
+
+
+class Packed(NamedTuple):
+    """A held tensor that went through somebody's saved-tensor hooks (rule 11)."""
+
+    content: Any
+    unpack: Callable[[Any], Tensor]
+
+
+class Handle:
+    """What autograd holds instead of a saved tensor. Its death is what releases values."""
+
+    __slots__ = ("index", "tape")
+
+    def __init__(self, tape: Tape, index: int) -> None:
+        self.tape = tape
+        self.index = index
+
+    def __del__(self) -> None:
+        self.tape.release(self.index)
+
+
+class Tape:
+    """The record of one call of a region; lives until its last handle is gone."""
+
+    __slots__ = (
+        "__weakref__", "_by_slot", "_cache", "_cache_versions", "_called_back", "_counts", "_early", "_hand", "_live",
+        "_lock", "_op_counts", "_pending", "_task", "_waiting", "activations", "adopt", "fake", "flags", "held", "is_open", "keys", "program",
+        "rng", "variants", "versions",
+    )  # fmt: skip
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.held: list[Tensor | Packed | None] = []
+        self.versions: list[int | None] = []
+        self.rng: dict[int, States] = {}
+        self.activations: set[int] = set()  # sources that are not leaves of the graph
+        self.variants: dict[int, Operator] = {}  # operators that ran with other scalars than the program's
+        self.keys: Keys | None = None
+        self.fake: Any = None
+        self.flags: Flags | None = None
+        self.is_open = True  # the forward is still running
+        self.adopt: Callable[[Tensor, int], None] | None = None  # of the recorder, while open
+        self._lock = threading.RLock()
+        self._early: list[int] = []  # handles that died while open
+        self._hand = bytearray()  # per value: 1 held, 2 cached
+        self._live = bytearray()  # per slot: its handle lives
+        self._waiting = bytearray()  # per slot: live and not asked in this graph task
+        self._counts: list[int] = []
+        self._op_counts: list[int] = []
+        self._cache: dict[int, Tensor] = {}
+        self._cache_versions: dict[int, int | None] = {}
+        self._pending: dict[int, int] = {}
+        self._by_slot: dict[int, tuple[int, ...]] = {}
+        self._task = -2
+        self._called_back = -2
+
+    # The end of the forward ---------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """The region has ended: let go of what nothing needs."""
+        program = self.program
+        self._counts = program.counts.copy()
+        self._op_counts = program.op_counts.copy()
+        held = self.held
+        for v, count in enumerate(self._counts):
+            if not count:
+                held[v] = None
+        for k in [k for k in self.rng if not self._op_counts[k]]:
+            del self.rng[k]
+        for v in self.activations & program.unsaved:
+            tensor = held[v]
+            if isinstance(tensor, Tensor):
+                held[v] = _lazily_cloned(tensor)
+        self._settle()
+
+    def abandon(self) -> None:
+        """The recorder failed: what was kept so far stays while any handle lives (rule 1)."""
+        self._counts = [1 << 30] * len(self.held)
+        self._op_counts = [1 << 30] * len(self.program.ops)
+        self._settle()
+
+    def _settle(self) -> None:
+        self.versions = [version_of(h) if isinstance(h, Tensor) else None for h in self.held]
+        self._live = bytearray(b"\1" * len(self.program.slots))
+        self._task = -2
+        self._drop_cache()
+        self._waiting = bytearray(len(self._live))
+        self._hand = bytearray(h is not None for h in self.held)
+        self.adopt = None
+        self.is_open = False
+        for index in self._early:
+            self._release(index)
+        self._early = []
+
+    def pack_through(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        """Hand what is held to the saved-tensor hooks around the region, as autograd would (rule 11)."""
+        for v, tensor in enumerate(self.held):
+            if isinstance(tensor, Tensor):
+                self.held[v] = Packed(pack(tensor), unpack)
+
+    # Asking -------------------------------------------------------------------------------------------------------
+
+    def fetch(self, index: int) -> Tensor:
+        """The tensor that slot ``index`` saved."""
+        with self._lock:
+            program = self.program
+            slot = program.slots[index]
+            if slot.dead:
+                raise RuntimeError(slot.dead)
+            value = slot.value if self.is_open else slot.bound
+            if self.is_open:
+                self._live = bytearray(b"\1" * len(program.slots))
+                self._hand = bytearray(1 if h is not None else 2 if v in self._cache else 0 for v, h in enumerate(self.held))
+            self._enter_task()
+            base = self._at_hand(value)
+            if base is None:
+                base = self._sweep(value)
+                if self.is_open and self.adopt is not None:
+                    self.adopt(base, value)
+            recorded = program.values[value].geometry
+            if slot.geometry == recorded:
+                tensor = view(base, recorded, slot.geometry)
+            else:
+                assert self.keys is not None
+                with hermetic(self.keys, self.fake):
+                    tensor = view(base, recorded, slot.geometry)
+            self._asked(index)
+            if self._hand[value] == 2 and _asked_by_python():
+                # A Python backward may write on what it saved through a raw pointer; others still replay from it.
+                tensor = tensor.clone()
+            return tensor
+
+    def _enter_task(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task or self.is_open:
+            self._drop_cache()
+            self._task = task
+            self._waiting = bytearray(self._live) if task != -1 else bytearray(len(self._live))
+
+    def _asked(self, index: int) -> None:
+        if self._waiting[index]:
+            self._waiting[index] = 0
+            for v in self._by_slot.get(index, ()):
+                self._pending[v] -= 1
+                if not self._pending[v]:
+                    self._uncache(v)
+        elif self._task == -1:
+            self._drop_cache()
+
+    def _at_hand(self, value: int, steps: tuple[Any, ...] = ()) -> Tensor | None:
+        """The base of a value if it is at hand and unchanged. Changed: replay it if that is possible, else raise (rule 7)."""
+        mark = self._hand[value]
+        if mark == 2:
+            base = self._cache[value]
+            if version_of(base) == self._cache_versions[value]:
+                return base
+            self._uncache(value)
+            return None
+        if mark == 0:
+            return None
+        held = self.held[value]
+        if isinstance(held, Packed):
+            return held.unpack(held.content)
+        assert held is not None
+        if self.is_open or version_of(held) == self.versions[value]:
+            return held
+        info = self.program.values[value]
+        if info.maker >= 0 and info.kind == MADE:
+            self.held[value] = None
+            self._hand[value] = 0
+            return None
+        reader = next((self.program.ops[k] for k, _, _ in steps if value in self.program.ops[k].reads), None)
+        raise ChangedTensorError(
+            _describe(info.name, info.geometry, info.kind),
+            operator=None if reader is None else f"{reader.func} (at {reader.line})",
+            recorded_version=self.versions[value],
+            found_version=version_of(held),
+            remedy="Change it after backward, or give the region a copy of it.",
+        )
+
+    # Sweeping -----------------------------------------------------------------------------------------------------
+
+    def _sweep(self, target: int) -> Tensor:
+        assert self.keys is not None
+        waiting = self._waiting if self._task != -1 else bytearray(len(self._live))
+        while True:  # a changed value leaves the values at hand, and the sweep is planned again without it
+            sweep = self.program.sweep(target, self._hand, waiting)
+            env = {}
+            for v in sweep.leaves:
+                base = self._at_hand(v, sweep.steps)
+                if base is not None:
+                    env[v] = base
+                elif self.program.values[v].maker < 0 or self.program.values[v].kind != MADE:
+                    raise ChangedTensorError(
+                        _describe(self.program.values[v].name, self.program.values[v].geometry, self.program.values[v].kind),
+                        cause="what it depends on was released with another part of the graph",
+                        remedy="Keep it (keep=...) or do not change kept values between forward and backward.",
+                    )
+                else:
+                    break
+            else:
+                break
+        with hermetic(self.keys, self.fake), (self.flags or _NO_FLAGS).restored():
+            for k, frees, ours in sweep.steps:
+                self._run(k, env, ours)
+                for v in frees:
+                    env.pop(v, None)
+        self.program.replays += len(sweep.steps)
+        for v in sweep.cached:
+            self._cache[v] = env[v]
+            self._cache_versions[v] = version_of(env[v])
+            self._hand[v] = 2
+        self._pending = dict(sweep.pending)
+        self._by_slot = sweep.by_slot
+        for v in [v for v in self._cache if v not in self._pending and v != target]:
+            self._uncache(v)
+        if self._task != -1 and self._called_back != self._task:
+            self._called_back = self._task
+            _at_end_of_task(self)
+        return env[target]
+
+    def _run(self, k: int, env: dict[int, Tensor], ours: frozenset[int]) -> None:
+        """Replay operator ``k``: its arguments from ``env``, its results into ``env``. Never writes to what others hold."""
+        op = self.variants.get(k) or self.program.ops[k]
+        values = self.program.values
+        scratch: dict[int, torch.UntypedStorage] = {}
+        for old, new, reads_old in op.writes:
+            if not reads_old:
+                scratch[old] = torch.empty(values[new].nbytes, dtype=torch.uint8, device=values[new].device).untyped_storage()
+            elif old in ours:
+                scratch[old] = env[old].untyped_storage()
+            else:
+                scratch[old] = env[old].untyped_storage().clone()
+
+        def read(ref: Ref) -> Tensor:
+            if ref.value in scratch and ref.geometry is not None:
+                return over(scratch[ref.value], ref.geometry, values[ref.value].device)
+            return view(env[ref.value], values[ref.value].geometry, ref.geometry)
+
+        torch._C._set_grad_enabled(op.grad_mode)
+        default_dtype = torch.get_default_dtype()
+        if default_dtype != op.default_dtype:
+            torch.set_default_dtype(op.default_dtype)
+        try:
+            args, kwargs = filled(op.args, read), filled(op.kwargs, read)
+            with drawing_from(self.rng.get(k, ()), op.facts, kwargs) as kwargs:
+                results = list(tensors_of(op.func(*args, **kwargs)))
+        except (ChangedTensorError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ReplayError(
+                region=self.program.region, operator=str(op.func), shapes=op.shapes, line=op.line,
+                cause=f"{type(error).__name__}: {error}",
+            ) from error  # fmt: skip
+        finally:
+            torch._C._set_grad_enabled(False)
+            if default_dtype != op.default_dtype:
+                torch.set_default_dtype(default_dtype)
+        for v, result in zip(op.outputs, results, strict=True):
+            if v >= 0:
+                env[v] = result
+        for old, new, _ in op.writes:
+            geometry = values[new].geometry
+            assert geometry is not None
+            env[new] = over(scratch[old], geometry, values[new].device)
+
+    # Letting go ---------------------------------------------------------------------------------------------------
+
+    def release(self, index: int) -> None:
+        """The handle of slot ``index`` died: autograd will not ask for it again."""
+        with self._lock:
+            if self.is_open:
+                self._early.append(index)
+            else:
+                self._release(index)
+
+    def _release(self, index: int) -> None:
+        self._live[index] = 0
+        if self._task >= 0:
+            self._asked(index)
+        slot = self.program.slots[index]
+        if slot.dead:
+            return
+        values, ops, counts = self.program.values, self.program.ops, self._counts
+        stack = [slot.bound]
+        while stack:
+            v = stack.pop()
+            counts[v] -= 1
+            if counts[v]:
+                continue
+            if self._hand[v] == 2:
+                self._uncache(v)
+            self.held[v] = None
+            self._hand[v] = 0
+            if values[v].at_hand:
+                continue
+            k = values[v].maker
+            self._op_counts[k] -= 1
+            if not self._op_counts[k]:
+                self.rng.pop(k, None)
+                self.variants.pop(k, None)
+                stack.extend(ops[k].reads)
+
+    def end_of_task(self, task: int) -> None:
+        """The backward pass that made the caches is over (rule 4)."""
+        with self._lock:
+            if self._task == task:
+                self._drop_cache()
+                self._task = -2
+
+    def _uncache(self, value: int) -> None:
+        self._cache.pop(value, None)
+        self._cache_versions.pop(value, None)
+        if value < len(self._hand) and self._hand[value] == 2:
+            self._hand[value] = 0
+
+    def _drop_cache(self) -> None:
+        for v in list(self._cache):
+            self._uncache(v)
+        self._pending = {}
+        self._by_slot = {}
+
+
+def filled(template: Any, read: Callable[[Ref], Tensor]) -> Any:
+    """Arguments from a template: Refs become tensors, containers are rebuilt as they were."""
+    kind = type(template)
+    if kind is Ref:
+        return read(template)
+    if kind is list:
+        return [filled(item, read) for item in template]
+    if kind is tuple:
+        return tuple([filled(item, read) for item in template])
+    if kind is dict:
+        return {name: filled(item, read) for name, item in template.items()}
+    return template
+
+
+def _at_end_of_task(tape: Tape) -> None:
+    task = tape._task
+    weak = weakref.ref(tape)
+
+    def end() -> None:
+        alive = weak()
+        if alive is not None:
+            alive.end_of_task(task)
+
+    torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+
+
+def _asked_by_python() -> bool:
+    return isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)
+
+
+def _lazily_cloned(tensor: Tensor) -> Tensor:
+    """A copy-on-write clone: whoever writes to the original later does not write to ours. Leaves and foreign memory as they are.
+
+    Not for leaves, nor for storages that are not torch's own: there it would cut aliases that others rely on (rule 7).
+    """
+    try:
+        return torch._lazy_clone(tensor)
+    except RuntimeError:
+        return tensor
+
+
+def _describe(name: str | None, geometry: Any, kind: str) -> str:
+    what = name or ("a kept value" if kind == MADE else "an input of the region")
+    return f"{what} ({geometry})"
+
+
+_NO_FLAGS = Flags.none()

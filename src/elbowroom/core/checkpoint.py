@@ -7,12 +7,13 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor
 from torch.nn import Module
 
 from elbowroom.core import drafting
+from elbowroom.core.policies import key_of
 from elbowroom.core.recorder import recorders
 from elbowroom.core.region import Region, family_of
 from elbowroom.errors import UsageError
@@ -72,6 +73,7 @@ def _decorated(fn: Callable[..., Any], *, keep: Any, verify: str) -> Callable[..
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         return region_of(fn, keep, verify).run(fn, args, kwargs)
 
+    checkpointed._elbowroom_inner = fn  # type: ignore[attr-defined]
     region_of(fn, keep, verify)  # bad settings are told where they are given
     return checkpointed
 
@@ -91,39 +93,56 @@ def _keywords_of(fn: Any) -> set[str]:
         return set()
 
 
-def region_of(fn: Any, keep: Any, verify: str) -> Region:
-    """The region of a callable: of a module or a bound method, that object's; of a function, its code's."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    owner: Any = fn
-    part: Any = None
-    code: Any = type(fn)
-    module: Module | None = None
-    if isinstance(fn, Module):
-        module, code = fn, type(fn).forward.__code__ if hasattr(type(fn).forward, "__code__") else type(fn)
-        name = type(fn).__name__
-    elif inspect.ismethod(fn):
-        owner, part = fn.__self__, fn.__name__
-        code = fn.__func__.__code__ if hasattr(fn.__func__, "__code__") else type(owner)
-        module = owner if isinstance(owner, Module) else None
-        name = f"{type(owner).__name__}.{fn.__name__}"
-    elif hasattr(fn, "__code__"):
-        owner = code = fn.__code__
-        name = getattr(fn, "__qualname__", "function")
-    else:
-        name = getattr(fn, "__qualname__", None) or type(fn).__name__
-    try:
-        by_settings = _regions.setdefault(owner, {})
-    except TypeError:  # neither hashable nor weakly referable: its type stands for it
-        owner = code = type(owner)
-        by_settings = _regions.setdefault(owner, {})
-    from elbowroom.core.policies import key_of
+class _Place(NamedTuple):
+    """Where the regions of a callable are remembered: with an owner that they must not outlive, and by its code."""
 
-    settings = (part, key_of(keep), verify)
+    owner: Any
+    part: str | None
+    code: Any
+    name: str
+    module: Module | None
+
+
+def _place_of(fn: Any) -> _Place:
+    """Of a module or a bound method: that object; of a function: its code; of anything else: itself or its type."""
+    while isinstance(fn, functools.partial) or hasattr(fn, "_elbowroom_inner"):
+        fn = fn.func if isinstance(fn, functools.partial) else fn._elbowroom_inner
+    if isinstance(fn, Module):
+        code = getattr(type(fn).forward, "__code__", type(fn))
+        return _Place(fn, None, code, type(fn).__name__, fn)
+    if inspect.ismethod(fn):
+        owner = fn.__self__
+        code = getattr(fn.__func__, "__code__", type(owner))
+        module = owner if isinstance(owner, Module) else None
+        place = _Place(owner, fn.__name__, code, f"{type(owner).__name__}.{fn.__name__}", module)
+    elif hasattr(fn, "__code__"):
+        return _Place(fn.__code__, None, fn.__code__, getattr(fn, "__qualname__", "function"), None)
+    else:
+        place = _Place(fn, None, type(fn), getattr(fn, "__qualname__", type(fn).__name__), None)
+    try:
+        weakref.ref(place.owner)
+        hash(place.owner)
+    except TypeError:  # neither weakly referable nor hashable: its type stands for it
+        place = place._replace(owner=type(place.owner))
+    return place
+
+
+def region_of(fn: Any, keep: Any, verify: str) -> Region:
+    """The region of a callable under these settings; the same one at every call."""
+    place = _place_of(fn)
+    by_settings = _regions.setdefault(place.owner, {})
+    settings = (place.part, key_of(keep), verify)
     region = by_settings.get(settings)
     if region is None:
-        region = by_settings[settings] = Region(name, family_of(code, keep), keep, verify, module)
+        family = family_of(place.code, keep)
+        region = by_settings[settings] = Region(place.name, family, keep, verify, place.module)
     return region
+
+
+def regions_of(fn: Any) -> list[Region]:
+    """The regions of a callable under all settings it was called with."""
+    place = _place_of(fn)
+    return [region for (part, _, _), region in _regions.get(place.owner, {}).items() if part == place.part]
 
 
 # A module that checkpoints its own forward ---------------------------------------------------------------------------

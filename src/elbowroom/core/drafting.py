@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from elbowroom.core.geometry import geometry_of, has_strided_storage
+from elbowroom.core.geometry import geometry_of, has_strided_storage, over
 from elbowroom.core.operators import Facts, written_arguments
 from elbowroom.core.policies import Candidate
 from elbowroom.core.program import (
@@ -359,6 +359,13 @@ def conclude(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         program.finish()
         _keep_what_lost_its_source(recorder)
         recorder.region.family.add(program)
+    for v, storage in recorder.parameters.items():
+        held = recorder.tape.held[v]
+        if isinstance(held, Parameter) and held.untyped_storage()._cdata != storage._cdata:
+            # Somebody gave the parameter other data while the region ran: what was read is what a replay reads.
+            geometry = program.values[v].geometry
+            assert geometry is not None
+            recorder.tape.held[v] = over(storage, geometry, held.device)
     recorder.region.ran(program, proved=recorder.proving)
     recorder.tape.close()
 
@@ -485,7 +492,7 @@ def where(recorder: Recorder) -> tuple[str, str]:
         if not line and not path.startswith((_TORCH, _HERE)):
             line = f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"
         if not module and frame.f_code.co_name == "forward":
-            owner = frame.f_locals.get("self")
+            owner = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
             if isinstance(owner, Module):
                 module = recorder.region.path_of(owner) if root is not None else type(owner).__name__
         if frame.f_code.co_filename == __file__.replace("drafting.py", "recorder.py") and frame.f_code.co_name == "run":

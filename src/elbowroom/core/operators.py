@@ -36,6 +36,12 @@ _OVERWRITERS = frozenset(
     )
 )  # fmt: skip
 
+#: They write to arguments without saying so in their schema: (positions, position of the flag that switches it on).
+_LIARS: dict[Any, tuple[tuple[int, ...], int]] = {
+    getattr(_aten, name): ((3, 4), 5)  # running_mean, running_var; training
+    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+}
+
 #: They change what storage or how much of it a tensor has: not versions of a value but another one.
 _RESIZERS = frozenset({_aten.resize_, _aten.resize_as_, _aten.resize_as_sparse_})
 
@@ -62,6 +68,7 @@ class Facts:
         "communicates",
         "empty",
         "is_view",
+        "lies",
         "private_generator",
         "resizes",
         "scratch",
@@ -79,7 +86,7 @@ class Facts:
         written = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
         metadata_only = Tag.inplace_view in tags and not self.resizes
         # Metadata-only writes make no version (rule 6).
-        self.writes = (
+        self.writes: tuple[tuple[int | None, str, bool], ...] = (
             ()
             if metadata_only
             else tuple(
@@ -90,11 +97,23 @@ class Facts:
             r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
         )
         self.is_view = metadata_only or packet in _HIDDEN_VIEWS or (returns_alias and not written)
+        self.lies = _LIARS.get(packet)
         self.seeded = Tag.nondeterministic_seeded in tags
         self.private_generator = any(a.name == "generator" for a in schema.arguments)
         self.scratch = SCRATCH_OUTPUTS.get(packet, frozenset())
         self.empty = packet in EMPTY
         self.simple = Tag.pointwise in tags or packet in _SIMPLE
+
+    @classmethod
+    def of_function(cls) -> Facts:
+        """The facts of an ``autograd.Function`` declared replayable: it draws perhaps, and writes nothing."""
+        facts = cls.__new__(cls)
+        facts.resizes = facts.communicates = facts.is_view = facts.empty = facts.simple = facts.private_generator = False
+        facts.lies = None
+        facts.seeded = True
+        facts.writes = ()
+        facts.scratch = frozenset()
+        return facts
 
 
 _facts: dict[Any, Facts] = {}
@@ -114,4 +133,6 @@ def written_arguments(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any
         value = args[position] if position is not None and position < len(args) else kwargs.get(name)
         if value is not None:
             found.append((value, write_only))
+    if facts.lies is not None and args[facts.lies[1]]:
+        found += [(args[i], False) for i in facts.lies[0] if args[i] is not None]
     return found

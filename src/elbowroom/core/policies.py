@@ -94,7 +94,8 @@ def policy_of(keep: Any) -> Policy:
 
 def _listed(items: tuple[Any, ...]) -> Policy:
     for item in items:
-        if not isinstance(item, (str, torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        is_function = isinstance(item, type) and issubclass(item, torch.autograd.Function)
+        if not is_function and not isinstance(item, (str, torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             raise UsageError(
                 f"keep has {item!r}: its items are operators (torch.ops.aten.mm, torch.ops.aten.mm.default) or labels "
                 f"given with elbowroom.name(tensor, label)"

@@ -23,7 +23,7 @@ from elbowroom.core.flags import Flags
 from elbowroom.core.geometry import geometry_of, has_strided_storage, over
 from elbowroom.core.operators import Facts, facts_of
 from elbowroom.core.program import MADE, PARAMETER, SOURCE, Operator, Program, Slot, Value, tensors_of
-from elbowroom.core.replayer import LAZY_BITS, Handle, Tape
+from elbowroom.core.replayer import LAZY_BITS, Handle, Keys, Tape
 from elbowroom.core.rng import remember
 
 if TYPE_CHECKING:
@@ -104,8 +104,11 @@ class Recorder(TorchDispatchMode):
         self.tape.flags = Flags.now()
         self.tape.adopt = self._adopt
         self.proving = proving and self.tape.fake is None
+        self.run_keys: Keys | None = None
         self.watched = watched and self.tape.fake is None
         self.stopped = False
+        self.paused: tuple[Any, Any, Any, Operator | drafting.Draft | None] | None = None  # inside a replayable function
+        self.deferred: list[tuple[Handle, Tensor]] = []  # what that function saved
         self.failure: Exception | None = None
         self.n_ops = 0
         self.n_slots = 0
@@ -114,6 +117,7 @@ class Recorder(TorchDispatchMode):
         self.guards: list[int] = []  # weak references: an address in the table is never reused while we record
         self.identities: dict[int, tuple[Any, int]] = {}
         self.aliases: dict[int, Tensor] = {}  # values that will be touched -> the tensor to hold then
+        self.parameters: dict[int, torch.UntypedStorage] = {}  # parameters as they were read
         self.pending: list[tuple[int, Tensor, str]] = []  # touches since the last operator
         self.applied: tuple[int, ...] = ()  # touches applied before the operator that runs now
         self.late: dict[int, tuple[Tensor, int | None]] = {}  # slot -> what was saved, and its version then
@@ -124,7 +128,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.stopped or not isinstance(func, torch._ops.OpOverload):
+        if self.tape.keys is None:
+            self._learn_keys()
+        if self.stopped or self.paused is not None or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)  # a higher-order operator: what it returns is a source to whoever reads it
         if types and any(is_traceable_wrapper_subclass(t) for t in tensors_of((args, kwargs))):
             return NotImplemented  # the subclass runs, and its inner operators come here (rule 11)
@@ -132,18 +138,16 @@ class Recorder(TorchDispatchMode):
         step: Operator | drafting.Draft | None = None
         try:
             with torch._C.DisableTorchFunction():
-                if self.tape.keys is None:
-                    self._learn_keys()
                 if facts.is_view:
                     self._see(args)
                 elif not facts.communicates and not facts.resizes:
                     step = self._before(func, facts, args, kwargs)
         except Exception as error:
             self._stop(error)
-        if facts.simple or self.tape.keys is None:
+        if facts.simple or self.run_keys is None:
             out = func(*args, **kwargs)
         else:
-            with torch._C._ForceDispatchKeyGuard(*self.tape.keys):
+            with torch._C._ForceDispatchKeyGuard(*self.run_keys):
                 out = func(*args, **kwargs)
         if facts.is_view or self.stopped:
             return out
@@ -159,9 +163,44 @@ class Recorder(TorchDispatchMode):
             self._stop(error)
         return out
 
+    def begin_function(self, call: Any, args: Any, kwargs: Any) -> None:
+        """A replayable ``autograd.Function`` begins: one operator of the tape, whatever it does inside (rule 8)."""
+        step = None
+        try:
+            with torch._C.DisableTorchFunction():
+                if self.tape.keys is None:
+                    self.paused = (call, args, kwargs, None)
+                    torch.empty(0)  # any operator: its handler learns the keys
+                with torch.no_grad():
+                    step = self._before(call, call.facts, args, kwargs)
+        except Exception as error:
+            self._stop(error)
+        self.paused = (call, args, kwargs, step)
+
+    def end_function(self, out: Any) -> None:
+        """The function is done; what it saved comes after what it returned, as ``FunctionCall`` returns them."""
+        assert self.paused is not None
+        step, self.paused = self.paused[3], None
+        deferred, self.deferred = self.deferred, []
+        if self.stopped or step is None:
+            return
+        try:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                results = [*tensors_of(out), *(tensor for _, tensor in deferred)]
+                if isinstance(step, Operator):
+                    self.follow(step, (), {}, results)
+                else:
+                    drafting.record(self, step, results)
+                for handle, tensor in deferred:
+                    handle.index = self._save(tensor)
+        except Exception as error:
+            self._stop(error)
+
     def _learn_keys(self) -> None:
         include = torch._C._dispatch_tls_local_include_set()
-        self.tape.keys = (include - _PYTHON, torch._C._dispatch_tls_local_exclude_set() - LAZY_BITS)
+        exclude = torch._C._dispatch_tls_local_exclude_set() - LAZY_BITS
+        self.run_keys = (include, exclude)
+        self.tape.keys = (include - _PYTHON, exclude)
 
     def _before(self, func: Any, facts: Facts, args: Any, kwargs: Any) -> Operator | drafting.Draft:
         if self.proving:
@@ -276,7 +315,12 @@ class Recorder(TorchDispatchMode):
             # An nn.Parameter is a source by identity, whatever wrote it (rule 11).
             if not has_strided_storage(tensor):
                 return self._identity(tensor)
-            value = self.number(address, tensor if isinstance(tensor, Parameter) else alias(tensor))
+            if isinstance(tensor, Parameter):
+                value = self.number(address, tensor)
+                if not hasattr(tensor, "ds_id"):  # ZeRO-3 frees and gathers by itself
+                    self.parameters[value] = storage
+            else:
+                value = self.number(address, alias(tensor))
             self.guards.append(storage._weak_ref())
             self.table[address] = value
             if tensor.grad_fn is not None:
@@ -347,7 +391,7 @@ class Recorder(TorchDispatchMode):
 
     def touch(self, tensor: Tensor, why: str) -> None:
         """From here on, what is in this storage is not what operators made: keep it (rule 8)."""
-        if self.stopped or not has_strided_storage(tensor):
+        if self.stopped or self.paused is not None or not has_strided_storage(tensor):
             return
         value = self.table.get(tensor.untyped_storage()._cdata)
         if value is None or self._kind(value) != MADE or any(v == value for v, _, _ in self.pending):
@@ -398,12 +442,16 @@ class Recorder(TorchDispatchMode):
                     return Flattened(tensor, self.pack)
                 if not has_strided_storage(tensor):
                     return tensor
-                return self._save(tensor)
+                if self.paused is not None:
+                    handle = Handle(self.tape, -1)  # numbered when the function is done
+                    self.deferred.append((handle, tensor))
+                    return handle
+                return Handle(self.tape, self._save(tensor))
         except Exception as error:
             self._stop(error)
             return tensor
 
-    def _save(self, tensor: Tensor) -> Handle:
+    def _save(self, tensor: Tensor) -> int:
         n_values = len(self.storages)
         value = self._value(tensor)
         geometry = geometry_of(tensor)
@@ -418,7 +466,7 @@ class Recorder(TorchDispatchMode):
         if self.proving or not self.following:
             self.late[i] = (tensor, None if tensor.is_inference() else tensor._version)
         self.n_slots += 1
-        return Handle(self.tape, i)
+        return i
 
     # Beginning and end --------------------------------------------------------------------------------------------
 
@@ -461,6 +509,7 @@ class Recorder(TorchDispatchMode):
                 free(guard)
             self.guards = []
             self.table, self.late, self.aliases, self.pending, self.identities = {}, {}, {}, [], {}
+            self.parameters = {}
 
     def _stop(self, error: Exception) -> None:
         """The recorder failed: torch must not see it. Keep everything from here on, and say so once (rule 1)."""

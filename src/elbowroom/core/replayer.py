@@ -324,6 +324,8 @@ class Tape:
 
     def release(self, index: int) -> None:
         """The handle of slot ``index`` died: autograd will not ask for it again."""
+        if index < 0:
+            return
         with self._lock:
             if self.is_open:
                 self._early.append(index)

@@ -10,10 +10,10 @@ checkpoints nothing, so every test that is not about memory must pass with it. `
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 Call = Callable[..., Any]
@@ -124,12 +124,16 @@ def every_second_value() -> Callable[[Any], bool]:
 
 
 def contender(name: str) -> Any:
-    """The contender called ``name``; KeyError lists the known ones."""
+    """The contender called ``name``, or a Python file that defines ``checkpoint`` and ``wrap`` itself."""
+    if name.endswith(".py"):
+        spec = importlib.util.spec_from_file_location("contender_file", name)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
     if name not in CONTENDERS:
-        raise KeyError(f"no contender {name!r}: one of {', '.join(CONTENDERS)}")
+        raise KeyError(f"no contender {name!r}: one of {', '.join(CONTENDERS)}, or a file")
     return CONTENDERS[name]()
 
 
-def live_tensor_bytes(tensors: Any) -> int:
-    """Bytes of the distinct storages under some tensors."""
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if torch.is_tensor(t)}.values())

@@ -26,7 +26,7 @@ DRAWS = {
     "alpha_dropout": lambda t: F.alpha_dropout(t, 0.4, training=True).sin(),
     "feature_dropout": lambda t: F.dropout2d(t.view(2, 3, 2, 2), 0.5).exp().flatten(),
     "feature_alpha_dropout": lambda t: F.feature_alpha_dropout(t.view(2, 3, 2, 2), 0.5, training=True).exp().flatten(),
-    "dropout_in_place": lambda t: F.dropout_(t * 2, 0.5).sin(),
+    "dropout_in_place": lambda t: F.dropout(t * 2, 0.5, inplace=True).sin(),
     "bernoulli": lambda t: (t * torch.bernoulli(t.detach().sigmoid())).tanh(),
     "bernoulli_": lambda t: (t * torch.empty_like(t).bernoulli_(0.3)).tanh(),
     "normal": lambda t: (t + torch.normal(0.0, t.detach().abs())).sin(),

@@ -337,12 +337,12 @@ def _reachable_tensors() -> Iterator[torch.Tensor]:
 
 
 def _cpu_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The tensor's storage if the CPU allocator made it. Reading an address would materialise a lazy clone."""
+    """The tensor's storage if the CPU allocator made it. Asks no lazy clone, which would make it real."""
     try:
         if tensor.device.type != "cpu" or _C._is_cow_tensor(tensor):
             return None
         storage = tensor.untyped_storage()
         # What cannot be resized is not the allocator's: memory of NumPy, of a mapped file.
         return storage if storage.resizable() and storage.nbytes() and storage.data_ptr() else None
-    except Exception:  # wrapper subclasses, fake and sparse tensors: no storage, each with an error of its own
+    except Exception:  # wrapper subclasses, fake, sparse: no storage, and each says so with its own error
         return None

@@ -47,13 +47,14 @@ class GPTConfig:
             raise ValueError(f"rotary positions need an even head width, not {self.dim // self.n_heads}")
 
 
+_BYTES = GPTConfig(positions="rotary")
 _GPT2 = GPTConfig(vocabulary=50257, sequence_length=1024, dropout=0.1, dim=768, n_layers=12, n_heads=12)
 
 PRESETS: dict[str, GPTConfig] = {
-    # Byte-level models for a laptop: vocabulary 256.
-    "tiny": GPTConfig(dim=128, n_layers=4, n_heads=4),
-    "small": GPTConfig(dim=256, n_layers=6, n_heads=8, sequence_length=512),
-    "medium": GPTConfig(dim=512, n_layers=12, n_heads=8, sequence_length=512),
+    # Byte-level models for a laptop: vocabulary 256, and rotary positions, which learn much faster.
+    "tiny": replace(_BYTES, dim=128, n_layers=4, n_heads=4, sequence_length=128),
+    "small": replace(_BYTES, dim=256, n_layers=6, n_heads=8, sequence_length=512),
+    "medium": replace(_BYTES, dim=512, n_layers=12, n_heads=8, sequence_length=512),
     # The four sizes of GPT-2 (Radford et al. 2019, table 2; parameter counts as released).
     "gpt2": _GPT2,
     "gpt2-medium": replace(_GPT2, dim=1024, n_layers=24, n_heads=16),

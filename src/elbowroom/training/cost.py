@@ -1,0 +1,69 @@
+"""What checkpointing saved and cost, measured on a run's own model and data without disturbing the run."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from elbowroom.fitting.measure import measure_steps
+from elbowroom.models.gpt import GPT
+from elbowroom.training.run import Run, training_step
+
+
+def cost_of_a_step(run: Run) -> dict[str, Any]:
+    """One whole training step (forward, backward, optimizer), with checkpointing and without, on the same
+    batch.
+
+    Returns ``plain`` and, if the run checkpoints, ``checkpointed``: each ``peak_bytes`` (above the start
+    of the step), ``step_s`` (median) and ``rounds_s``; then also ``extra_time_pct``. Weights, optimizer
+    state and random streams are as before afterwards.
+    """
+    batch = run.data.batch(0)
+    rate = run.config.optimizer.learning_rate / 10
+
+    def step_of(model: GPT) -> Any:
+        def step() -> None:
+            torch.manual_seed(run.config.run.seed)
+            training_step(run, model, batch, rate)
+
+        return step
+
+    contenders = {"plain": step_of(run.plain)}
+    if run.config.memory.activation_checkpointing != "none":
+        contenders["checkpointed"] = step_of(run.model)
+    with _undone(run):
+        costs = measure_steps(contenders, run.device)
+    return cost_dict(costs)
+
+
+def cost_dict(costs: Any) -> dict[str, Any]:
+    """Measured costs of ``plain`` and perhaps ``checkpointed`` as plain data, with their ratio in time."""
+    result: dict[str, Any] = {name: asdict(cost) for name, cost in costs.items()}
+    if "checkpointed" in costs:
+        result["extra_time_pct"] = 100 * (costs["checkpointed"].step_s / costs["plain"].step_s - 1)
+    return result
+
+
+@contextmanager
+def _undone(run: Run) -> Iterator[None]:
+    """Whatever is trained inside is taken back: parameters, optimizer state, random streams."""
+    parameters = list(run.model.parameters())
+    values = [parameter.detach().to("cpu", copy=True) for parameter in parameters]
+    optimizer_state = copy.deepcopy(run.optimizer.state_dict())
+    python_state = random.getstate()
+    devices = [] if run.device.type == "cpu" else [run.device]
+    with torch.random.fork_rng(devices, device_type=run.device.type if devices else "cuda"):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, value in zip(parameters, values, strict=True):
+                    parameter.copy_(value)
+            run.optimizer.load_state_dict(optimizer_state)
+            random.setstate(python_state)

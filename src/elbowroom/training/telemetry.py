@@ -1,0 +1,88 @@
+"""The numbers of a run while it runs: into ``metrics.jsonl`` and onto the screen."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+
+from elbowroom.errors import ElbowroomError
+from elbowroom.fitting.memory import resident_bytes
+from elbowroom.reporting.progress import RunProgress
+from elbowroom.training.records import RunDirectory
+from elbowroom.training.run import Run
+
+
+class Telemetry:
+    """Hears of every step and every evaluation. Reads the loss (a wait for the device) only when it logs
+    it."""
+
+    training_loss: float | None = None
+    first_validation_loss: float | None = None
+    validation_loss: float | None = None
+
+    def __init__(self, run: Run, records: RunDirectory, progress: RunProgress) -> None:
+        self._run = run
+        self._records = records
+        self._progress = progress
+        self._logged_step = 0
+        self._pace_s = 0.0
+        self._resumed_s = time.perf_counter()
+
+    def step_done(self, done: int, loss: torch.Tensor, gradient_norm: torch.Tensor, rate: float) -> None:
+        """``done`` steps are done, the last of them with this loss (nats), gradient norm and learning
+        rate."""
+        settings = self._run.config.run
+        self._progress.step_done(done)
+        if done % settings.log_every and done != settings.max_steps:
+            return
+        self.training_loss = _finite("training loss", loss.item(), done)
+        self._pause()
+        n_tokens = (done - self._logged_step) * self._run.data.tokens_per_batch
+        tokens_per_s = n_tokens / self._pace_s
+        memory_bytes = _memory_in_use_bytes(self._run.device)
+        self._records.log(
+            done,
+            {
+                "train/loss": self.training_loss,
+                "train/grad_norm": gradient_norm.item(),
+                "train/learning_rate": rate,
+                "train/tokens_seen": done * self._run.data.tokens_per_batch,
+                "throughput/tokens_per_sec": tokens_per_s,
+            },
+        )
+        self._progress.show(
+            done, loss=self.training_loss, tokens_per_s=tokens_per_s, memory_bytes=memory_bytes
+        )
+        self._logged_step, self._pace_s = done, 0.0
+
+    def evaluated(self, done: int, loss: float) -> None:
+        """After ``done`` steps the validation loss is ``loss`` nats. Its time does not count as training."""
+        self.validation_loss = _finite("validation loss", loss, done)
+        if self.first_validation_loss is None:
+            self.first_validation_loss = loss
+        self._records.log(done, {"eval/loss": loss})
+        self._progress.say(f"validation loss {loss:.3f} nats after {done} steps")
+        self._resumed_s = time.perf_counter()
+
+    def _pause(self) -> None:
+        now_s = time.perf_counter()
+        self._pace_s += now_s - self._resumed_s
+        self._resumed_s = now_s
+
+
+def _finite(what: str, loss: float, done: int) -> float:
+    if not math.isfinite(loss):
+        raise ElbowroomError(
+            f"the {what} is {loss} after {done} steps: the weights cannot be trained further; "
+            f"lower --learning-rate or --gradient-clip, or raise --warmup-steps"
+        )
+    return loss
+
+
+def _memory_in_use_bytes(device: torch.device) -> int:
+    """The process's resident set on CPU, allocated bytes on an accelerator."""
+    if device.type == "cpu":
+        return resident_bytes()
+    return int(torch.get_device_module(device).memory_allocated(device))

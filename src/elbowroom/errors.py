@@ -42,7 +42,8 @@ class ChangedTensorError(ElbowroomError, RuntimeError):
 class ReplayError(ElbowroomError, RuntimeError):
     """An operator failed while it was replayed (engine rule 12); the original exception is ``__cause__``.
 
-    Fields: ``region``, ``operator``, ``shapes`` (of its tensor inputs), ``line`` (source line that first ran it).
+    Fields: ``region``, ``operator``, ``shapes`` (of its tensor inputs), ``line`` (source line that first
+    ran it).
     """
 
     def __init__(self, *, region: str, operator: str, shapes: str, line: str, cause: str) -> None:
@@ -57,7 +58,8 @@ class ReplayError(ElbowroomError, RuntimeError):
 
 
 class ProofError(ElbowroomError, RuntimeError):
-    """A program that had been proved replays other bits now (engine rule 9): gradients since the last proof are in doubt.
+    """A program that had been proved replays other bits now (engine rule 9): gradients since the last
+    proof are in doubt.
 
     Fields: ``region``, ``operator``, ``line``, ``calls_in_doubt`` (calls since the proof that last held).
     """

@@ -367,6 +367,8 @@ def conclude(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             assert geometry is not None
             recorder.tape.held[v] = over(storage, geometry, held.device)
     recorder.region.ran(program, proved=recorder.proving)
+    if recorder.may_be_direct:
+        recorder.tape.direct = program.direct
     recorder.tape.close()
 
 
@@ -462,7 +464,7 @@ def _name_sources(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, A
 def _template(recorder: Recorder, tree: Any) -> Any:
     if isinstance(tree, Tensor):
         value = recorder._value(tree)
-        return Ref(value, geometry_of(tree) if recorder.storages[value] else None)
+        return Ref(value, geometry_of(tree, recorder.base_geometry(value)) if recorder.storages[value] else None)
     if isinstance(tree, list):
         return [_template(recorder, item) for item in tree]
     if type(tree) is tuple:

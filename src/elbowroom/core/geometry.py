@@ -15,7 +15,10 @@ from elbowroom.errors import ChangedTensorError
 
 
 class Geometry(NamedTuple):
-    """Where the elements of a tensor lie in its storage. ``offset`` and ``stride`` are in elements."""
+    """Where the elements of a tensor lie in its storage. ``offset`` and ``stride`` are in elements.
+
+    ``extent_bytes`` is how many bytes of the storage, from its start, the view reaches.
+    """
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -23,28 +26,30 @@ class Geometry(NamedTuple):
     dtype: torch.dtype
     conj: bool
     neg: bool
-
-    @property
-    def extent_bytes(self) -> int:
-        """Bytes of storage, from its start, that the view reaches."""
-        if 0 in self.size:
-            return 0
-        last = self.offset + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
-        return (last + 1) * self.dtype.itemsize
+    extent_bytes: int
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.size)}"
 
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether this is the geometry of ``tensor``."""
+        return (
+            self.size == tensor.size()
+            and self.stride == tensor.stride()
+            and self.offset == tensor.storage_offset()
+            and self.dtype is tensor.dtype
+            and self.conj == tensor.is_conj()
+            and self.neg == tensor.is_neg()
+        )
 
-def geometry_of(tensor: Tensor) -> Geometry:
-    return Geometry(
-        tensor.size(),
-        tensor.stride(),
-        tensor.storage_offset(),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
+
+def geometry_of(tensor: Tensor, known: Geometry | None = None) -> Geometry:
+    """The geometry of a tensor; the very object ``known`` if that is it, so that ``is`` tells them equal."""
+    if known is not None and known.fits(tensor):
+        return known
+    size, stride, offset, dtype = tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
+    extent = 0 if 0 in size else offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    return Geometry(size, stride, offset, dtype, tensor.is_conj(), tensor.is_neg(), extent * dtype.itemsize)
 
 
 def has_strided_storage(tensor: Tensor) -> bool:
@@ -69,22 +74,20 @@ def view(base: Tensor, recorded: Geometry | None, wanted: Geometry | None) -> Te
     """
     if wanted is None or recorded is None:
         return base
-    storage = base.untyped_storage()
-    offset = wanted.offset
-    if recorded.dtype == wanted.dtype:
-        offset += base.storage_offset() - recorded.offset
-    moved = wanted if offset == wanted.offset else wanted._replace(offset=offset)
-    if storage.nbytes() < moved.extent_bytes:
+    moved = base.storage_offset() - recorded.offset if recorded.dtype is wanted.dtype else 0
+    has = base.untyped_storage().nbytes()
+    if has < wanted.extent_bytes + moved * wanted.dtype.itemsize:
         raise ChangedTensorError(
             f"a tensor {wanted}",
-            cause=f"its storage was freed or shrunk: the view needs {moved.extent_bytes} bytes, {storage.nbytes()} are there",
+            cause=f"its storage was freed or shrunk: the view needs {wanted.extent_bytes} bytes, {has} are there",
             remedy="Keep the storage until backward is done.",
         )
-    if wanted == recorded:
+    if wanted is recorded:
         return base
+    offset = wanted.offset + moved
     if base.dtype != wanted.dtype or recorded.conj or recorded.neg:
         plain = torch.empty(0, dtype=wanted.dtype, device=base.device).set_(
-            storage, offset, wanted.size, wanted.stride
+            base.untyped_storage(), offset, wanted.size, wanted.stride
         )
     else:
         plain = base.as_strided(wanted.size, wanted.stride, offset)

@@ -151,6 +151,8 @@ class Program:
     counts: list[int] = field(default_factory=list)
     op_counts: list[int] = field(default_factory=list)
     snapshots: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    direct: frozenset[int] = frozenset()  # slots on sources that autograd can hold itself, as without checkpointing
+    direct_counts: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
     holds: frozenset[int] = frozenset()
     watched: bool = True  # addresses were watched while it was recorded from its first operator on
     unsaved: frozenset[int] = frozenset()  # sources that replays need and plain autograd would not have saved
@@ -175,6 +177,12 @@ class Program:
         ``counts[v] == 0`` means that nothing needs v; ``op_counts[k]`` is how many made values need operator k.
         """
         self.counts, self.op_counts = self.count(range(len(self.slots)))
+        newest = {old for op in self.ops for old, _, _ in op.writes}
+        self.direct = frozenset(
+            i for i, s in enumerate(self.slots)
+            if self.values[s.value].kind in (SOURCE, PARAMETER) and s.bound == s.value and not s.dead and s.value not in newest
+        )  # fmt: skip
+        self.direct_counts = self.count(i for i in range(len(self.slots)) if i not in self.direct)
         self.snapshots = {}
         for k, op in enumerate(self.ops):
             old = tuple(o for o, _, _ in op.writes if self.values[o].kind != MADE and self.counts[o])

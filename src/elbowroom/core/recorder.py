@@ -10,7 +10,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,17 +20,20 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from elbowroom.core import drafting
 from elbowroom.core.flags import Flags
-from elbowroom.core.geometry import geometry_of, has_strided_storage, over
+from elbowroom.core.geometry import Geometry, geometry_of, has_strided_storage, over
 from elbowroom.core.operators import Facts, facts_of
 from elbowroom.core.program import MADE, PARAMETER, SOURCE, Operator, Program, Slot, Value, tensors_of
-from elbowroom.core.replayer import LAZY_BITS, Handle, Keys, Tape
+from elbowroom.core.replayer import LAZY_BITS, Handle, Keys, Tape, version_of
 from elbowroom.core.rng import remember
+from elbowroom.errors import ChangedTensorError
 
 if TYPE_CHECKING:
     from elbowroom.core.region import Region
 
 _ALIAS_KEYS = DispatchKeySet(DispatchKey.ADInplaceOrView)
 _PYTHON = DispatchKeySet(DispatchKey.Python)
+
+_STRIDED = torch.strided
 
 active = threading.local()  # .recorders: the stack of this thread
 
@@ -51,6 +54,13 @@ def alias(tensor: Tensor) -> Tensor:
         exclude = exclude | _PYTHON  # an outer mode must not see it
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude):
         return tensor.detach()
+
+
+class Direct(NamedTuple):
+    """A saved source that autograd holds itself, with the version that it had."""
+
+    tensor: Tensor
+    version: int | None
 
 
 class Flattened:
@@ -76,6 +86,16 @@ def unpack(packed: Any) -> Tensor:
     if isinstance(packed, Handle):
         with torch._C.DisableTorchFunction():
             return packed.tape.fetch(packed.index)
+    if isinstance(packed, Direct):
+        tensor = packed.tensor
+        if version_of(tensor) != packed.version:
+            raise ChangedTensorError(
+                f"a saved tensor {geometry_of(tensor)}",
+                recorded_version=packed.version,
+                found_version=version_of(tensor),
+                remedy="Plain autograd refuses it, too: change it after backward, or give the region a copy of it.",
+            )
+        return tensor
     if isinstance(packed, Flattened):
         return packed.rebuilt(unpack)
     return packed  # type: ignore[no-any-return]
@@ -110,6 +130,7 @@ class Recorder(TorchDispatchMode):
         self.paused: tuple[Any, Any, Any, Operator | drafting.Draft | None] | None = None  # inside a replayable function
         self.deferred: list[tuple[Handle, Tensor]] = []  # what that function saved
         self.failure: Exception | None = None
+        self.may_be_direct = False  # autograd may hold saved sources itself: no hooks are around us
         self.n_ops = 0
         self.n_slots = 0
         self.table: dict[int, int] = {}  # storage -> newest value on it
@@ -130,11 +151,13 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.tape.keys is None:
             self._learn_keys()
-        if self.stopped or self.paused is not None or not isinstance(func, torch._ops.OpOverload):
+        if self.stopped or self.paused is not None or type(func) is not torch._ops.OpOverload:
             return func(*args, **kwargs)  # a higher-order operator: what it returns is a source to whoever reads it
         if types and any(is_traceable_wrapper_subclass(t) for t in tensors_of((args, kwargs))):
             return NotImplemented  # the subclass runs, and its inner operators come here (rule 11)
         facts = facts_of(func)
+        if facts.is_view and type(args[0]) is Tensor and args[0].layout is _STRIDED and args[0].untyped_storage()._cdata in self.table:
+            return func(*args, **kwargs)
         step: Operator | drafting.Draft | None = None
         try:
             with torch._C.DisableTorchFunction():
@@ -253,6 +276,7 @@ class Recorder(TorchDispatchMode):
                 return op
         for sibling in self.region.family.programs:
             if len(sibling.ops) > k and sibling.ops[k].wiring == wiring and self._may_switch(sibling):
+                self._stop_direct()
                 self.program = self.tape.program = sibling
                 return sibling.ops[k]
         self.leave(first_value)
@@ -277,6 +301,7 @@ class Recorder(TorchDispatchMode):
 
     def leave(self, n_values: int) -> None:
         """This call does what no known program does: draft one that shares what was the same so far (rule 13)."""
+        self._stop_direct()
         draft = self.program.fork(self.n_ops, n_values, self.n_slots)
         for v, value in enumerate(draft.values):
             if self.tape.held[v] is None and v not in self.aliases:
@@ -290,6 +315,12 @@ class Recorder(TorchDispatchMode):
         self.program = self.tape.program = draft
         self.following = False
         self.proving = self.region.verify != "never" and self.tape.fake is None
+
+    def _stop_direct(self) -> None:
+        """Another program: what went to autograd directly stays there, the rest gets handles."""
+        if self.may_be_direct and self.n_slots:
+            self.tape.direct = frozenset(i for i in self.program.direct if i < self.n_slots)
+        self.may_be_direct = False
 
     def _source_value(self, v: int) -> Value:
         held = self.tape.held[v]
@@ -411,7 +442,7 @@ class Recorder(TorchDispatchMode):
             table[address] = new
             held.append(self._hold(new, drafting.over_storage((args, kwargs), address)) if new in holds else None)
         if op.outputs:
-            for value, tensor in zip(op.outputs, tensors_of(out), strict=True):
+            for value, tensor in zip(op.outputs, (out,) if isinstance(out, Tensor) else tensors_of(out), strict=True):
                 if value >= 0:
                     storage = tensor.untyped_storage()
                     address = storage._cdata
@@ -438,41 +469,54 @@ class Recorder(TorchDispatchMode):
             return tensor
         try:
             with torch._C.DisableTorchFunction():
-                if is_traceable_wrapper_subclass(tensor):
-                    return Flattened(tensor, self.pack)
-                if not has_strided_storage(tensor):
-                    return tensor
                 if self.paused is not None:
                     handle = Handle(self.tape, -1)  # numbered when the function is done
                     self.deferred.append((handle, tensor))
                     return handle
-                return Handle(self.tape, self._save(tensor))
+                if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor):
+                    return Flattened(tensor, self.pack)
+                i = self._save(tensor)
+                if i < 0:
+                    return tensor
+                if self.may_be_direct and i in self.program.direct:
+                    return Direct(tensor, version_of(tensor))
+                return Handle(self.tape, i)
         except Exception as error:
             self._stop(error)
             return tensor
 
     def _save(self, tensor: Tensor) -> int:
+        """The number of the slot of a saved tensor; -1 if it has no strided storage and is kept as it is."""
         n_values = len(self.storages)
         value = self._value(tensor)
-        geometry = geometry_of(tensor)
+        if not self.storages[value]:
+            return -1
         i = self.n_slots
         if self.following:
             slots = self.program.slots
-            if i >= len(slots) or slots[i].value != value or slots[i].geometry != geometry:
-                self.leave(n_values)
-        if not self.following:
-            self.program.slots.append(Slot(value, geometry, value))
-            self.program.values[value].read = True
-        if self.proving or not self.following:
-            self.late[i] = (tensor, None if tensor.is_inference() else tensor._version)
+            if i < len(slots) and slots[i].value == value and slots[i].geometry.fits(tensor):  # type: ignore[union-attr]
+                self.n_slots += 1
+                if self.proving:
+                    self.late[i] = (tensor, version_of(tensor))
+                return i
+            self.leave(n_values)
+        self.program.slots.append(Slot(value, geometry_of(tensor, self.base_geometry(value)), value))
+        self.program.values[value].read = True
+        self.late[i] = (tensor, version_of(tensor))
         self.n_slots += 1
         return i
+
+    def base_geometry(self, value: int) -> Geometry | None:
+        values = self.program.values
+        return values[value].geometry if value < len(values) else None
 
     # Beginning and end --------------------------------------------------------------------------------------------
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the region, once (rule 1)."""
         hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self.may_be_direct = outer is None and self.following
         stack = recorders()
         stack.append(self)
         try:
@@ -488,7 +532,6 @@ class Recorder(TorchDispatchMode):
             self._end(args, kwargs)
         if self.failure is not None:
             raise self.failure
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if outer is not None:
             self.tape.pack_through(*outer)
         return out

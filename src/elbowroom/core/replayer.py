@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,21 +32,44 @@ LAZY_BITS = (
 Keys = tuple[DispatchKeySet, DispatchKeySet]
 
 
-@contextmanager
-def hermetic(keys: Keys, fake: Any = None) -> Iterator[None]:
+class hermetic:  # noqa: N801, it reads as a statement
     """Nothing of the surroundings reaches a replay: modes, transforms, autocast, autograd are off (rule 2)."""
-    with (
-        torch._C.DisableTorchFunction(),
-        _disable_current_modes(),
-        torch._C._DisableFuncTorch(),
-        torch.no_grad(),
-        torch._C._ForceDispatchKeyGuard(*keys),
-    ):
-        if fake is None:
-            yield
-        else:
-            with fake:
-                yield
+
+    __slots__ = ("_grad_mode", "_guards", "fake", "keys")
+
+    def __init__(self, keys: Keys, fake: Any = None) -> None:
+        self.keys = keys
+        self.fake = fake
+
+    def __enter__(self) -> None:
+        guards: list[Any] = [torch._C.DisableTorchFunction()]
+        if torch._C._len_torch_dispatch_stack():
+            guards.append(_disable_current_modes())
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            guards.append(torch._C._DisableFuncTorch())
+        guards.append(torch._C._ForceDispatchKeyGuard(*self.keys))
+        if self.fake is not None:
+            guards.append(self.fake)
+        self._grad_mode = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        for guard in guards:
+            guard.__enter__()
+        self._guards = guards
+
+    def __exit__(self, *exception: Any) -> None:
+        while self._guards:
+            self._guards.pop().__exit__(*exception)
+        torch._C._set_grad_enabled(self._grad_mode)
+
+
+def _undisturbed() -> bool:
+    """Whether a view can be made as it is: no mode, no transform, no graph would see it."""
+    return not (
+        torch.is_grad_enabled()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -80,7 +102,7 @@ class Tape:
 
     __slots__ = (
         "__weakref__", "_by_slot", "_cache", "_cache_versions", "_called_back", "_counts", "_early", "_hand", "_live",
-        "_lock", "_op_counts", "_pending", "_task", "_waiting", "activations", "adopt", "fake", "flags", "held", "is_open", "keys", "program",
+        "_lock", "_op_counts", "_pending", "_task", "_waiting", "activations", "adopt", "direct", "fake", "flags", "held", "is_open", "keys", "program",
         "rng", "variants", "versions",
     )  # fmt: skip
 
@@ -94,6 +116,7 @@ class Tape:
         self.keys: Keys | None = None
         self.fake: Any = None
         self.flags: Flags | None = None
+        self.direct: frozenset[int] = frozenset()  # slots whose source autograd holds itself
         self.is_open = True  # the forward is still running
         self.adopt: Callable[[Tensor, int], None] | None = None  # of the recorder, while open
         self._lock = threading.RLock()
@@ -115,8 +138,14 @@ class Tape:
     def close(self) -> None:
         """The region has ended: let go of what nothing needs."""
         program = self.program
-        self._counts = program.counts.copy()
-        self._op_counts = program.op_counts.copy()
+        if not self.direct:
+            counts, op_counts = program.counts, program.op_counts
+        elif self.direct is program.direct:
+            counts, op_counts = program.direct_counts
+        else:
+            counts, op_counts = program.count(i for i in range(len(program.slots)) if i not in self.direct)
+        self._counts = counts.copy()
+        self._op_counts = op_counts.copy()
         held = self.held
         for v, count in enumerate(self._counts):
             if not count:
@@ -137,7 +166,7 @@ class Tape:
 
     def _settle(self) -> None:
         self.versions = [version_of(h) if isinstance(h, Tensor) else None for h in self.held]
-        self._live = bytearray(b"\1" * len(self.program.slots))
+        self._live = bytearray(i not in self.direct for i in range(len(self.program.slots)))
         self._task = -2
         self._drop_cache()
         self._waiting = bytearray(len(self._live))
@@ -174,7 +203,7 @@ class Tape:
                 if self.is_open and self.adopt is not None:
                     self.adopt(base, value)
             recorded = program.values[value].geometry
-            if slot.geometry == recorded:
+            if slot.geometry is recorded or _undisturbed():
                 tensor = view(base, recorded, slot.geometry)
             else:
                 assert self.keys is not None
@@ -279,28 +308,25 @@ class Tape:
         """Replay operator ``k``: its arguments from ``env``, its results into ``env``. Never writes to what others hold."""
         op = self.variants.get(k) or self.program.ops[k]
         values = self.program.values
-        scratch: dict[int, torch.UntypedStorage] = {}
-        for old, new, reads_old in op.writes:
-            if not reads_old:
-                scratch[old] = torch.empty(values[new].nbytes, dtype=torch.uint8, device=values[new].device).untyped_storage()
-            elif old in ours:
-                scratch[old] = env[old].untyped_storage()
-            else:
-                scratch[old] = env[old].untyped_storage().clone()
+        scratch = self._scratch_for(op, env, ours) if op.writes else {}
 
         def read(ref: Ref) -> Tensor:
             if ref.value in scratch and ref.geometry is not None:
                 return over(scratch[ref.value], ref.geometry, values[ref.value].device)
             return view(env[ref.value], values[ref.value].geometry, ref.geometry)
 
-        torch._C._set_grad_enabled(op.grad_mode)
+        if op.grad_mode:
+            torch._C._set_grad_enabled(True)
         default_dtype = torch.get_default_dtype()
-        if default_dtype != op.default_dtype:
+        if default_dtype is not op.default_dtype:
             torch.set_default_dtype(op.default_dtype)
         try:
             args, kwargs = filled(op.args, read), filled(op.kwargs, read)
-            with drawing_from(self.rng.get(k, ()), op.facts, kwargs) as kwargs:
-                results = list(tensors_of(op.func(*args, **kwargs)))
+            if op.facts.seeded:
+                with drawing_from(self.rng.get(k, ()), op.facts, kwargs) as kwargs:
+                    out = op.func(*args, **kwargs)
+            else:
+                out = op.func(*args, **kwargs)
         except (ChangedTensorError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -309,16 +335,32 @@ class Tape:
                 cause=f"{type(error).__name__}: {error}",
             ) from error  # fmt: skip
         finally:
-            torch._C._set_grad_enabled(False)
-            if default_dtype != op.default_dtype:
+            if op.grad_mode:
+                torch._C._set_grad_enabled(False)
+            if default_dtype is not op.default_dtype:
                 torch.set_default_dtype(default_dtype)
-        for v, result in zip(op.outputs, results, strict=True):
+        for v, result in zip(op.outputs, (out,) if isinstance(out, Tensor) else tensors_of(out), strict=True):
             if v >= 0:
                 env[v] = result
         for old, new, _ in op.writes:
             geometry = values[new].geometry
             assert geometry is not None
             env[new] = over(scratch[old], geometry, values[new].device)
+
+    def _scratch_for(
+        self, op: Operator, env: dict[int, Tensor], ours: frozenset[int]
+    ) -> dict[int, torch.UntypedStorage]:
+        """One storage for each value that ``op`` writes on: its own copy, or the old one where nobody else reads it (rule 6)."""
+        scratch = {}
+        for old, new, reads_old in op.writes:
+            info = self.program.values[new]
+            if not reads_old:
+                scratch[old] = torch.empty(info.nbytes, dtype=torch.uint8, device=info.device).untyped_storage()
+            elif old in ours:
+                scratch[old] = env[old].untyped_storage()
+            else:
+                scratch[old] = env[old].untyped_storage().clone()
+        return scratch
 
     # Letting go ---------------------------------------------------------------------------------------------------
 

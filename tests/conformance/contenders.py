@@ -55,19 +55,18 @@ class Elbowroom:
     recomputes = False
 
     def __init__(self, *, keep: Any = None, verify: str = "first", saves_memory: bool = True) -> None:
+        import elbowroom
+
+        self.library = elbowroom
         self.keep = keep
         self.verify = verify
         self.saves_memory = saves_memory
 
     def checkpoint(self, fn: Call, *args: Any, **kwargs: Any) -> Any:
-        import elbowroom
-
-        return elbowroom.checkpoint(fn, *args, keep=self.keep, verify=self.verify, **kwargs)
+        return self.library.checkpoint(fn, *args, keep=self.keep, verify=self.verify, **kwargs)
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        import elbowroom
-
-        return elbowroom.wrap(module, keep=self.keep, verify=self.verify)
+        return self.library.wrap(module, keep=self.keep, verify=self.verify)
 
 
 class _Holder(nn.Module):
@@ -85,13 +84,11 @@ class ElbowroomWrap(Elbowroom):
     """Every call goes through elbowroom.wrap: of the module itself, or of a small module around the callable."""
 
     def checkpoint(self, fn: Call, *args: Any, **kwargs: Any) -> Any:
-        import elbowroom
-
         if isinstance(fn, nn.Module):
             try:
                 return self.wrap(fn)(*args, **kwargs)
             finally:
-                elbowroom.unwrap(fn)
+                self.library.unwrap(fn)
         module = self.wrap(_Holder(fn)) if callable(fn) else self.wrap(fn)
         return module(*args, **kwargs)
 

@@ -57,7 +57,8 @@ def test_kind_068_names_types_and_tree(contender: Any) -> None:
     bare, model = net(), wrapped(contender)
     for of in ("named_parameters", "named_buffers", "named_modules", "named_children"):
         assert [n for n, _ in getattr(bare, of)()] == [n for n, _ in getattr(model, of)()]
-    assert [type(m) for m in bare.modules()] == [type(m) for m in model.modules()]
+    assert [type(m).__qualname__ for m in bare.modules()] == [type(m).__qualname__ for m in model.modules()]
+    assert all(isinstance(m, type(b)) for b, m in zip(bare.modules(), model.modules(), strict=True))
     assert repr(bare) == repr(model)
     assert list(bare.state_dict()) == list(model.state_dict())
     assert len(model[1]) == 7

@@ -240,7 +240,9 @@ def _new_version(
     program.values.append(value)
     new = recorder.number(address, tensor if by_identity else None)
     recorder.table[address] = new
-    if not by_identity:
+    if by_identity:
+        recorder.by_identity.add(new)
+    else:
         _decide(recorder, op, new, tensor)
     return new
 

@@ -74,6 +74,7 @@ class Facts:
         "scratch",
         "seeded",
         "simple",
+        "unrecorded",
         "writes",
     )
 
@@ -98,6 +99,7 @@ class Facts:
         )
         self.is_view = metadata_only or packet in _HIDDEN_VIEWS or (returns_alias and not written)
         self.lies = _LIARS.get(packet)
+        self.unrecorded = self.is_view or self.communicates or self.resizes
         self.seeded = Tag.nondeterministic_seeded in tags
         self.private_generator = any(a.name == "generator" for a in schema.arguments)
         self.scratch = SCRATCH_OUTPUTS.get(packet, frozenset())
@@ -108,7 +110,7 @@ class Facts:
     def of_function(cls) -> Facts:
         """The facts of an ``autograd.Function`` declared replayable: it draws perhaps, and writes nothing."""
         facts = cls.__new__(cls)
-        facts.resizes = facts.communicates = facts.is_view = facts.empty = facts.simple = facts.private_generator = False
+        facts.unrecorded = facts.resizes = facts.communicates = facts.is_view = facts.empty = facts.simple = facts.private_generator = False
         facts.lies = None
         facts.seeded = True
         facts.writes = ()
@@ -116,13 +118,14 @@ class Facts:
         return facts
 
 
-_facts: dict[Any, Facts] = {}
+#: By ``id``: operators live as long as the process, and hashing one runs Python.
+_facts: dict[int, Facts] = {}
 
 
 def facts_of(func: torch._ops.OpOverload) -> Facts:
-    facts = _facts.get(func)
+    facts = _facts.get(id(func))
     if facts is None:
-        facts = _facts[func] = Facts(func)
+        facts = _facts[id(func)] = Facts(func)
     return facts
 
 

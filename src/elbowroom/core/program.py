@@ -137,6 +137,17 @@ class Sweep(NamedTuple):
     by_slot: dict[int, tuple[int, ...]]  # slot -> cached values it waits for
 
 
+class Layout(NamedTuple):
+    """The beginning of a tape's life: counts, which values are held, which slots have handles, which draws are moot."""
+
+    counts: list[int]
+    op_counts: list[int]
+    needed: tuple[int, ...]
+    unneeded: tuple[int, ...]
+    live: bytes
+    moot_draws: tuple[int, ...]
+
+
 @dataclass(eq=False)
 class Program:
     """Operators, value table and saved table of one operator sequence, and the analysis that a plan of it needs."""
@@ -152,7 +163,8 @@ class Program:
     op_counts: list[int] = field(default_factory=list)
     snapshots: dict[int, tuple[int, ...]] = field(default_factory=dict)
     direct: frozenset[int] = frozenset()  # slots on sources that autograd can hold itself, as without checkpointing
-    direct_counts: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    expected: list[tuple[Any, ...]] = field(default_factory=list)  # per slot: value, geometry, direct; for comparing
+    layouts: tuple[Layout, Layout] | None = None  # of a tape: every slot has a handle; all but the direct ones have
     holds: frozenset[int] = frozenset()
     watched: bool = True  # addresses were watched while it was recorded from its first operator on
     unsaved: frozenset[int] = frozenset()  # sources that replays need and plain autograd would not have saved
@@ -182,7 +194,11 @@ class Program:
             i for i, s in enumerate(self.slots)
             if self.values[s.value].kind in (SOURCE, PARAMETER) and s.bound == s.value and not s.dead and s.value not in newest
         )  # fmt: skip
-        self.direct_counts = self.count(i for i in range(len(self.slots)) if i not in self.direct)
+        self.expected = [
+            (s.value, g.size, g.stride, g.offset, g.dtype, g.conj, g.neg, i in self.direct)
+            for i, s in enumerate(self.slots) if (g := s.geometry) is not None
+        ]  # fmt: skip
+        self.layouts = (self.layout(frozenset()), self.layout(self.direct))
         self.snapshots = {}
         for k, op in enumerate(self.ops):
             old = tuple(o for o, _, _ in op.writes if self.values[o].kind != MADE and self.counts[o])
@@ -200,6 +216,15 @@ class Program:
         )  # fmt: skip
         self.sweeps.clear()
         self.finished = True
+
+    def layout(self, direct: frozenset[int]) -> Layout:
+        """What a tape needs to know at the region's end, if autograd holds the sources of ``direct`` slots itself."""
+        counts, op_counts = self.count(i for i in range(len(self.slots)) if i not in direct)
+        needed = tuple(v for v, n in enumerate(counts) if n and self.values[v].at_hand)
+        unneeded = tuple(v for v, n in enumerate(counts) if not n)
+        live = bytes(i not in direct for i in range(len(self.slots)))
+        draws = tuple(k for k, op in enumerate(self.ops) if op.facts.seeded and not op_counts[k])
+        return Layout(counts, op_counts, needed, unneeded, live, draws)
 
     def count(self, slots: Iterable[int]) -> tuple[list[int], list[int]]:
         counts = [0] * len(self.values)

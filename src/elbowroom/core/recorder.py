@@ -6,11 +6,12 @@ and only what a replay needs is noted. A call that leaves its program *drafts* a
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,8 +35,17 @@ _ALIAS_KEYS = DispatchKeySet(DispatchKey.ADInplaceOrView)
 _PYTHON = DispatchKeySet(DispatchKey.Python)
 
 _STRIDED = torch.strided
+_PLAIN = frozenset({Tensor, Parameter})
 
 active = threading.local()  # .recorders: the stack of this thread
+
+
+def _quiet() -> Any:
+    """No torch-function mode sees what the recorder asks of tensors; costs nothing where there is none."""
+    return torch._C.DisableTorchFunction() if torch._C._len_torch_function_stack() else _NOTHING
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 def recorders() -> list[Recorder]:
@@ -54,13 +64,6 @@ def alias(tensor: Tensor) -> Tensor:
         exclude = exclude | _PYTHON  # an outer mode must not see it
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude):
         return tensor.detach()
-
-
-class Direct(NamedTuple):
-    """A saved source that autograd holds itself, with the version that it had."""
-
-    tensor: Tensor
-    version: int | None
 
 
 class Flattened:
@@ -83,21 +86,22 @@ class Flattened:
 
 def unpack(packed: Any) -> Tensor:
     """What autograd gets for what ``Recorder.pack`` gave it."""
-    if isinstance(packed, Handle):
-        with torch._C.DisableTorchFunction():
-            return packed.tape.fetch(packed.index)
-    if isinstance(packed, Direct):
-        tensor = packed.tensor
-        if version_of(tensor) != packed.version:
+    kind = type(packed)
+    if kind is Handle:
+        with _quiet():
+            return packed.tape.fetch(packed.index)  # type: ignore[no-any-return]
+    if kind is tuple:  # a source that autograd holds itself, and the version it had
+        tensor, version = packed
+        if tensor._version != version:
             raise ChangedTensorError(
                 f"a saved tensor {geometry_of(tensor)}",
-                recorded_version=packed.version,
-                found_version=version_of(tensor),
+                recorded_version=version,
+                found_version=tensor._version,
                 remedy="Plain autograd refuses it, too: change it after backward, or give the region a copy of it.",
             )
-        return tensor
-    if isinstance(packed, Flattened):
-        return packed.rebuilt(unpack)
+        return tensor  # type: ignore[no-any-return]
+    if kind is Flattened:
+        return packed.rebuilt(unpack)  # type: ignore[no-any-return]
     return packed  # type: ignore[no-any-return]
 
 
@@ -118,6 +122,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.region = region
         self.program = program if program is not None else Program(region.name)
+        self.expected = self.program.expected if not proving else []  # what autograd will save, while we follow
         self.following = program is not None
         self.tape = Tape(self.program)
         self.tape.fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
@@ -139,6 +144,7 @@ class Recorder(TorchDispatchMode):
         self.identities: dict[int, tuple[Any, int]] = {}
         self.aliases: dict[int, Tensor] = {}  # values that will be touched -> the tensor to hold then
         self.parameters: dict[int, torch.UntypedStorage] = {}  # parameters as they were read
+        self.by_identity: set[int] = set()  # the values that are parameters
         self.pending: list[tuple[int, Tensor, str]] = []  # touches since the last operator
         self.applied: tuple[int, ...] = ()  # touches applied before the operator that runs now
         self.late: dict[int, tuple[Tensor, int | None]] = {}  # slot -> what was saved, and its version then
@@ -160,31 +166,39 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         step: Operator | drafting.Draft | None = None
         try:
-            with torch._C.DisableTorchFunction():
-                if facts.is_view:
-                    self._see(args)
-                elif not facts.communicates and not facts.resizes:
+            if torch._C._len_torch_function_stack():
+                with torch._C.DisableTorchFunction():  # modes must not see what the recorder asks of tensors
                     step = self._before(func, facts, args, kwargs)
+            else:
+                step = self._before(func, facts, args, kwargs)
         except Exception as error:
             self._stop(error)
-        if facts.simple or self.run_keys is None:
+        if facts.simple:
             out = func(*args, **kwargs)
         else:
-            with torch._C._ForceDispatchKeyGuard(*self.run_keys):
+            with torch._C._ForceDispatchKeyGuard(*self.run_keys):  # type: ignore[misc]
                 out = func(*args, **kwargs)
         if facts.is_view or self.stopped:
             return out
         try:
-            with torch._C.DisableTorchFunction():
-                if step is None:
-                    drafting.make_opaque(self, (args, kwargs, out), f"{func} communicates or resizes")
-                elif isinstance(step, Operator):
-                    self.follow(step, args, kwargs, out)
-                else:
-                    drafting.record(self, step, out)
+            if torch._C._len_torch_function_stack():
+                with torch._C.DisableTorchFunction():
+                    self._after(step, func, args, kwargs, out)
+            elif type(step) is Operator:
+                self.follow(step, args, kwargs, out)
+            else:
+                self._after(step, func, args, kwargs, out)
         except Exception as error:
             self._stop(error)
         return out
+
+    def _after(self, step: Operator | drafting.Draft | None, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if isinstance(step, Operator):
+            self.follow(step, args, kwargs, out)
+        elif step is None:
+            drafting.make_opaque(self, (args, kwargs, out), f"{func} communicates or resizes")
+        else:
+            drafting.record(self, step, out)
 
     def begin_function(self, call: Any, args: Any, kwargs: Any) -> None:
         """A replayable ``autograd.Function`` begins: one operator of the tape, whatever it does inside (rule 8)."""
@@ -199,11 +213,13 @@ class Recorder(TorchDispatchMode):
         except Exception as error:
             self._stop(error)
         self.paused = (call, args, kwargs, step)
+        self.expected = []
 
     def end_function(self, out: Any) -> None:
         """The function is done; what it saved comes after what it returned, as ``FunctionCall`` returns them."""
         assert self.paused is not None
         step, self.paused = self.paused[3], None
+        self.expected = self.program.expected if self.following and not self.proving else []
         deferred, self.deferred = self.deferred, []
         if self.stopped or step is None:
             return
@@ -225,10 +241,19 @@ class Recorder(TorchDispatchMode):
         self.run_keys = (include, exclude)
         self.tape.keys = (include - _PYTHON, exclude)
 
-    def _before(self, func: Any, facts: Facts, args: Any, kwargs: Any) -> Operator | drafting.Draft:
+    def _before(self, func: Any, facts: Facts, args: Any, kwargs: Any) -> Operator | drafting.Draft | None:
+        """Compare the operator with the program before it runs; None where nothing is recorded of it."""
+        if facts.unrecorded:
+            if facts.is_view:
+                self._see(args)
+            return None
         if self.proving:
             drafting.look(self, facts, args, kwargs)
-        self._apply_touches()
+        ops = self.program.ops
+        k = self.n_ops
+        known = ops[k] if self.following and k < len(ops) else None
+        if known is None or self.watched or known.touched or self.applied:
+            self._apply_touches()
         first_value = len(self.storages)
         wiring: list[Any] = [func, first_value]
         scalars: list[Any] = [torch.is_grad_enabled(), torch.get_default_dtype()]
@@ -237,47 +262,54 @@ class Recorder(TorchDispatchMode):
             wiring.append(tuple(kwargs))
             self._encode(kwargs.values(), wiring, scalars)
         if facts.seeded:
-            self.tape.rng[self.n_ops] = remember(args, kwargs)
-        op = self._match(wiring, first_value) if self.following else None
-        if op is not None and op.scalars == scalars and not self.proving:
-            self.snapshot(self.program.snapshots.get(self.n_ops, ()))
-            return op
-        return drafting.Draft(self, func, facts, args, kwargs, wiring, scalars, first_value, op)
+            self.tape.rng[k] = remember(args, kwargs)
+        if known is None or known.wiring != wiring or known.touched != self.applied:
+            known = self._elsewhere(wiring, first_value) if self.following else None
+        if known is not None and not self.proving and known.scalars == scalars:
+            if known.writes:
+                self.snapshot(self.program.snapshots.get(k, ()))
+            return known
+        return drafting.Draft(self, func, facts, args, kwargs, wiring, scalars, first_value, known)
 
     def _encode(self, items: Any, wiring: list[Any], scalars: list[Any]) -> None:
         """Split arguments into wiring (which value, which geometry) and scalars (by type and bits)."""
         for item in items:
             kind = type(item)
-            if kind is Tensor or kind is Parameter or isinstance(item, Tensor):
-                value = self._value(item)
-                if self.storages[value]:
-                    wiring += (
-                        value, item.size(), item.stride(), item.storage_offset(), item.dtype, item.is_conj(), item.is_neg(),
-                    )  # fmt: skip
-                else:
-                    wiring.append(value)
+            if kind is Tensor or kind is Parameter:
+                try:
+                    value = self.table[item.untyped_storage()._cdata]
+                    if kind is Parameter and value not in self.by_identity:
+                        value = self._value(item)
+                except (KeyError, RuntimeError):
+                    value = self._value(item)
+                    if not self.storages[value]:
+                        wiring.append(value)
+                        continue
+                wiring += (
+                    value, item.size(), item.stride(), item.storage_offset(), item.dtype, item.is_conj(), item.is_neg(),
+                )  # fmt: skip
+            elif kind is int or kind is bool:
+                scalars += (kind, item)
             elif kind is float:
-                scalars.append(item if item else repr(item))  # 0.0 is not -0.0
-                scalars.append(float)
+                scalars += (kind, item if item else repr(item))  # 0.0 is not -0.0
             elif kind is list or kind is tuple:
                 wiring.append(len(item))
                 self._encode(item, wiring, scalars)
+            elif isinstance(item, Tensor):
+                with torch._C.DisableTorchFunction():
+                    plain = (item.size(), item.stride(), item.storage_offset()) if has_strided_storage(item) else ()
+                    wiring += (kind, self._value(item), plain, item.dtype, item.is_conj(), item.is_neg())
             else:
-                scalars.append(item)
-                scalars.append(kind)
+                scalars += (kind, item)
 
-    def _match(self, wiring: list[Any], first_value: int) -> Operator | None:
-        """The program's next operator if this is it; else a sibling program's; else a draft begins here."""
+    def _elsewhere(self, wiring: list[Any], first_value: int) -> Operator | None:
+        """The operator in a sibling program that is the same so far; else a draft begins here."""
         k = self.n_ops
-        ops = self.program.ops
-        if k < len(ops):
-            op = ops[k]
-            if op.wiring == wiring and op.touched == self.applied:
-                return op
         for sibling in self.region.family.programs:
             if len(sibling.ops) > k and sibling.ops[k].wiring == wiring and self._may_switch(sibling):
                 self._stop_direct()
                 self.program = self.tape.program = sibling
+                self.expected = sibling.expected if not self.proving else []
                 return sibling.ops[k]
         self.leave(first_value)
         return None
@@ -313,6 +345,7 @@ class Recorder(TorchDispatchMode):
             draft.values.append(self._source_value(v))
         draft.watched = self.watched
         self.program = self.tape.program = draft
+        self.expected = []
         self.following = False
         self.proving = self.region.verify != "never" and self.tape.fake is None
 
@@ -341,13 +374,14 @@ class Recorder(TorchDispatchMode):
         address = storage._cdata
         value = self.table.get(address)
         if value is None or (
-            type(tensor) is not Tensor and isinstance(tensor, Parameter) and self._kind(value) != PARAMETER
+            type(tensor) is not Tensor and value not in self.by_identity and isinstance(tensor, Parameter)
         ):
             # An nn.Parameter is a source by identity, whatever wrote it (rule 11).
             if not has_strided_storage(tensor):
                 return self._identity(tensor)
             if isinstance(tensor, Parameter):
                 value = self.number(address, tensor)
+                self.by_identity.add(value)
                 if not hasattr(tensor, "ds_id"):  # ZeRO-3 frees and gathers by itself
                     self.parameters[value] = storage
             else:
@@ -433,16 +467,12 @@ class Recorder(TorchDispatchMode):
         """The steady state after an operator ran: number what it made, hold what the program holds."""
         held, table, storages = self.tape.held, self.table, self.storages
         holds = self.program.holds
-        for old, new, _ in op.writes:
-            address = storages[old]
-            if old not in self.program.snapshots.get(self.n_ops, ()):
-                held[old] = None
-                self.aliases.pop(old, None)
-            storages.append(address)
-            table[address] = new
-            held.append(self._hold(new, drafting.over_storage((args, kwargs), address)) if new in holds else None)
+        if op.writes:
+            self._follow_writes(op, args, kwargs)
         if op.outputs:
-            for value, tensor in zip(op.outputs, (out,) if isinstance(out, Tensor) else tensors_of(out), strict=True):
+            kind = type(out)
+            results = (out,) if kind is Tensor else out if kind is tuple and len(out) == len(op.outputs) else tensors_of(out)
+            for value, tensor in zip(op.outputs, results, strict=True):
                 if value >= 0:
                     storage = tensor.untyped_storage()
                     address = storage._cdata
@@ -452,6 +482,23 @@ class Recorder(TorchDispatchMode):
                         self.guards.append(storage._weak_ref())
                         table[address] = value
         self.n_ops += 1
+
+    def _follow_writes(self, op: Operator, args: Any, kwargs: Any) -> None:
+        held = self.tape.held
+        kept = self.program.snapshots.get(self.n_ops, ())
+        for old, new, _ in op.writes:
+            address = self.storages[old]
+            if old not in kept:
+                held[old] = None
+                self.aliases.pop(old, None)
+            self.storages.append(address)
+            self.table[address] = new
+            held.append(None)
+            if new in self.program.holds:
+                held[new] = self._hold(new, drafting.over_storage((args, kwargs), address))
+            elif self.program.values[new].kind == PARAMETER:
+                self.by_identity.add(new)
+                held[new] = drafting.over_storage((args, kwargs), address)
 
     def _hold(self, value: int, tensor: Tensor) -> Tensor | None:
         info = self.program.values[value]
@@ -468,7 +515,21 @@ class Recorder(TorchDispatchMode):
         if self.stopped:
             return tensor
         try:
-            with torch._C.DisableTorchFunction():
+            i = self.n_slots
+            if i < len(self.expected) and type(tensor) in _PLAIN and not torch._C._len_torch_function_stack():
+                value, size, stride, offset, dtype, conj, neg, direct = self.expected[i]
+                if (
+                    self.table.get(tensor.untyped_storage()._cdata) == value
+                    and tensor.size() == size
+                    and tensor.stride() == stride
+                    and tensor.storage_offset() == offset
+                    and tensor.dtype is dtype
+                    and tensor.is_conj() == conj
+                    and tensor.is_neg() == neg
+                ):
+                    self.n_slots = i + 1
+                    return (tensor, tensor._version) if direct and self.may_be_direct else Handle(self.tape, i)
+            with _quiet() if type(tensor) is Tensor else torch._C.DisableTorchFunction():
                 if self.paused is not None:
                     handle = Handle(self.tape, -1)  # numbered when the function is done
                     self.deferred.append((handle, tensor))
@@ -479,7 +540,7 @@ class Recorder(TorchDispatchMode):
                 if i < 0:
                     return tensor
                 if self.may_be_direct and i in self.program.direct:
-                    return Direct(tensor, version_of(tensor))
+                    return (tensor, tensor._version)
                 return Handle(self.tape, i)
         except Exception as error:
             self._stop(error)

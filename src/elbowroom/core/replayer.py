@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -109,7 +109,7 @@ class Tape:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.held: list[Tensor | Packed | None] = []
-        self.versions: list[int | None] = []
+        self.versions: dict[int, int | None] = {}
         self.rng: dict[int, States] = {}
         self.activations: set[int] = set()  # sources that are not leaves of the graph
         self.variants: dict[int, Operator] = {}  # operators that ran with other scalars than the program's
@@ -138,39 +138,42 @@ class Tape:
     def close(self) -> None:
         """The region has ended: let go of what nothing needs."""
         program = self.program
+        assert program.layouts is not None
         if not self.direct:
-            counts, op_counts = program.counts, program.op_counts
+            layout = program.layouts[0]
         elif self.direct is program.direct:
-            counts, op_counts = program.direct_counts
+            layout = program.layouts[1]
         else:
-            counts, op_counts = program.count(i for i in range(len(program.slots)) if i not in self.direct)
-        self._counts = counts.copy()
-        self._op_counts = op_counts.copy()
+            layout = program.layout(self.direct)
         held = self.held
-        for v, count in enumerate(self._counts):
-            if not count:
-                held[v] = None
-        for k in [k for k in self.rng if not self._op_counts[k]]:
+        for v in layout.unneeded:
+            held[v] = None
+        for k in layout.moot_draws:
             del self.rng[k]
         for v in self.activations & program.unsaved:
             tensor = held[v]
             if isinstance(tensor, Tensor):
                 held[v] = _lazily_cloned(tensor)
-        self._settle()
+        self._settle(layout.counts.copy(), layout.op_counts.copy(), layout.needed, layout.live)
 
     def abandon(self) -> None:
         """The recorder failed: what was kept so far stays while any handle lives (rule 1)."""
-        self._counts = [1 << 30] * len(self.held)
-        self._op_counts = [1 << 30] * len(self.program.ops)
-        self._settle()
+        everything = range(len(self.held))
+        endless = 1 << 30
+        live = b"\1" * len(self.program.slots)
+        self._settle([endless] * len(self.held), [endless] * len(self.program.ops), everything, live)
 
-    def _settle(self) -> None:
-        self.versions = [version_of(h) if isinstance(h, Tensor) else None for h in self.held]
-        self._live = bytearray(i not in self.direct for i in range(len(self.program.slots)))
-        self._task = -2
+    def _settle(self, counts: list[int], op_counts: list[int], needed: Iterable[int], live: bytes) -> None:
+        self._counts, self._op_counts = counts, op_counts
+        self._live = bytearray(live)
         self._drop_cache()
-        self._waiting = bytearray(len(self._live))
-        self._hand = bytearray(h is not None for h in self.held)
+        self._hand = bytearray(len(self.held))
+        for v in needed:
+            tensor = self.held[v]
+            if isinstance(tensor, Tensor):
+                self._hand[v] = 1
+                self.versions[v] = version_of(tensor)
+        self._task = -2
         self.adopt = None
         self.is_open = False
         for index in self._early:
@@ -192,15 +195,17 @@ class Tape:
             slot = program.slots[index]
             if slot.dead:
                 raise RuntimeError(slot.dead)
-            value = slot.value if self.is_open else slot.bound
+            value = slot.bound
             if self.is_open:
-                self._live = bytearray(b"\1" * len(program.slots))
-                self._hand = bytearray(1 if h is not None else 2 if v in self._cache else 0 for v, h in enumerate(self.held))
-            self._enter_task()
+                value = slot.value
+                self._look_around()
+            task = torch._C._current_graph_task_id()
+            if task != self._task or self.is_open:
+                self._enter_task(task)
             base = self._at_hand(value)
             if base is None:
                 base = self._sweep(value)
-                if self.is_open and self.adopt is not None:
+                if self.adopt is not None:
                     self.adopt(base, value)
             recorded = program.values[value].geometry
             if slot.geometry is recorded or _undisturbed():
@@ -215,12 +220,15 @@ class Tape:
                 tensor = tensor.clone()
             return tensor
 
-    def _enter_task(self) -> None:
-        task = torch._C._current_graph_task_id()
-        if task != self._task or self.is_open:
-            self._drop_cache()
-            self._task = task
-            self._waiting = bytearray(self._live) if task != -1 else bytearray(len(self._live))
+    def _look_around(self) -> None:
+        """The region still runs, and backward asks already: what is at hand changes from operator to operator."""
+        self._live = bytearray(b"\1" * len(self.program.slots))
+        self._hand = bytearray(1 if h is not None else 2 if v in self._cache else 0 for v, h in enumerate(self.held))
+
+    def _enter_task(self, task: int) -> None:
+        self._drop_cache()
+        self._task = task
+        self._waiting = bytearray(self._live) if task != -1 else bytearray(len(self._live))
 
     def _asked(self, index: int) -> None:
         if self._waiting[index]:
@@ -237,7 +245,8 @@ class Tape:
         mark = self._hand[value]
         if mark == 2:
             base = self._cache[value]
-            if version_of(base) == self._cache_versions[value]:
+            version = self._cache_versions[value]
+            if version is None or base._version == version:
                 return base
             self._uncache(value)
             return None
@@ -247,7 +256,8 @@ class Tape:
         if isinstance(held, Packed):
             return held.unpack(held.content)
         assert held is not None
-        if self.is_open or version_of(held) == self.versions[value]:
+        version = None if self.is_open else self.versions[value]
+        if version is None or held._version == version:
             return held
         info = self.program.values[value]
         if info.maker >= 0 and info.kind == MADE:
@@ -258,8 +268,8 @@ class Tape:
         raise ChangedTensorError(
             _describe(info.name, info.geometry, info.kind),
             operator=None if reader is None else f"{reader.func} (at {reader.line})",
-            recorded_version=self.versions[value],
-            found_version=version_of(held),
+            recorded_version=version,
+            found_version=held._version,
             remedy="Change it after backward, or give the region a copy of it.",
         )
 
@@ -274,7 +284,8 @@ class Tape:
             for v in sweep.leaves:
                 base = self._at_hand(v, sweep.steps)
                 if base is not None:
-                    env[v] = base
+                    recorded = self.program.values[v].geometry
+                    env[v] = view(base, recorded, recorded)  # is all of it still there?
                 elif self.program.values[v].maker < 0 or self.program.values[v].kind != MADE:
                     raise ChangedTensorError(
                         _describe(self.program.values[v].name, self.program.values[v].geometry, self.program.values[v].kind),
@@ -321,7 +332,15 @@ class Tape:
         if default_dtype is not op.default_dtype:
             torch.set_default_dtype(op.default_dtype)
         try:
-            args, kwargs = filled(op.args, read), filled(op.kwargs, read)
+            args = []
+            for item in op.args:
+                kind = type(item)
+                if kind is Ref:
+                    v, geometry = item
+                    args.append(env[v] if geometry is values[v].geometry and v not in scratch else read(item))
+                else:
+                    args.append(filled(item, read) if kind is list or kind is tuple else item)
+            kwargs = filled(op.kwargs, read) if op.kwargs else {}
             if op.facts.seeded:
                 with drawing_from(self.rng.get(k, ()), op.facts, kwargs) as kwargs:
                     out = op.func(*args, **kwargs)
@@ -376,7 +395,7 @@ class Tape:
 
     def _release(self, index: int) -> None:
         self._live[index] = 0
-        if self._task >= 0:
+        if self._task >= 0 and self._waiting[index]:
             self._asked(index)
         slot = self.program.slots[index]
         if slot.dead:

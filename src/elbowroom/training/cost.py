@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from elbowroom.fitting.measure import measure_steps
+from elbowroom.fitting.measure import StepCost, measure_steps
 from elbowroom.models.gpt import GPT
 from elbowroom.training.run import Run, training_step
 
@@ -27,7 +27,7 @@ def cost_of_a_step(run: Run) -> dict[str, Any]:
     batch = run.data.batch(0)
     rate = run.config.optimizer.learning_rate / 10
 
-    def step_of(model: GPT) -> Any:
+    def step_of(model: GPT) -> Callable[[], None]:
         def step() -> None:
             torch.manual_seed(run.config.run.seed)
             training_step(run, model, batch, rate)
@@ -42,9 +42,11 @@ def cost_of_a_step(run: Run) -> dict[str, Any]:
     return cost_dict(costs)
 
 
-def cost_dict(costs: Any) -> dict[str, Any]:
+def cost_dict(costs: Mapping[str, StepCost]) -> dict[str, Any]:
     """Measured costs of ``plain`` and perhaps ``checkpointed`` as plain data, with their ratio in time."""
-    result: dict[str, Any] = {name: asdict(cost) for name, cost in costs.items()}
+    result: dict[str, Any] = {
+        name: asdict(cost) | {"rounds_s": list(cost.rounds_s)} for name, cost in costs.items()
+    }
     if "checkpointed" in costs:
         result["extra_time_pct"] = 100 * (costs["checkpointed"].step_s / costs["plain"].step_s - 1)
     return result

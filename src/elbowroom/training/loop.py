@@ -24,9 +24,12 @@ def train(config: TrainConfig) -> dict[str, Any]:
 
     # 1. Everything that can be wrong with what was asked is found here, before anything is written.
     run = set_up(config)
-    records = RunDirectory(config)
 
-    with RunProgress(config.run.max_steps) as progress, Interrupts(progress.say) as interrupts:
+    with (
+        RunDirectory(config) as records,
+        RunProgress(config.run.max_steps) as progress,
+        Interrupts(progress.say) as interrupts,
+    ):
         telemetry = Telemetry(run, records, progress)
 
         # 2. Where do we start?
@@ -51,14 +54,14 @@ def train(config: TrainConfig) -> dict[str, Any]:
         cost = cost_of_a_step(run) if finished else None
         sample = sample_text(run) if finished else None
 
-    summary = _summary(run, telemetry, done) | {
-        "run_dir": str(records.path),
-        "interrupted": interrupts.requested,
-        "step_cost": cost,
-        "sample": sample,
-        "duration_s": time.perf_counter() - start_s,
-    }
-    records.close(summary)
+        summary = _summary(run, telemetry, done) | {
+            "run_dir": str(records.path),
+            "interrupted": interrupts.requested,
+            "step_cost": cost,
+            "sample": sample,
+            "duration_s": time.perf_counter() - start_s,
+        }
+        records.summarise(summary)
     return summary
 
 

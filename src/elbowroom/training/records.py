@@ -7,6 +7,7 @@ import datetime
 import json
 import platform
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TextIO
 
 import torch
@@ -16,7 +17,7 @@ from elbowroom.training.config import TrainConfig
 
 
 class RunDirectory:
-    """The folder of one run. Each line of ``metrics.jsonl`` is one JSON object with its ``step``."""
+    """The folder of one run, used in a ``with`` block. Each line of ``metrics.jsonl`` is a JSON object."""
 
     def __init__(self, config: TrainConfig) -> None:
         """Makes the folder. Raises UsageError if it holds a run already or cannot be made."""
@@ -36,9 +37,16 @@ class RunDirectory:
         self._metrics.write(json.dumps({"step": step} | scalars, allow_nan=False) + "\n")
         self._metrics.flush()
 
-    def close(self, summary: dict[str, Any]) -> None:
-        """Writes ``summary.json``; the run is over."""
+    def summarise(self, summary: dict[str, Any]) -> None:
+        """Writes ``summary.json``."""
         self._write("summary.json", summary)
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._metrics.close()
 
     def _write(self, name: str, content: dict[str, Any]) -> None:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
+from elbowroom import core
+from elbowroom.core import Proof
 from elbowroom.errors import UsageError
 from elbowroom.fitting.measure import measure_steps
 from elbowroom.fitting.regions import find_regions
@@ -32,8 +34,6 @@ def check(config: CheckConfig, say: Callable[[str], None]) -> dict[str, Any]:
     Compared: outputs, loss, every gradient, every parameter and buffer afterwards, and every generator's
     state. Then, if all is equal, one step of each is measured. Raises UsageError for what cannot be checked.
     """
-    from elbowroom.core import proof, wrap
-
     checked_comparison(config)
     device = usable_device(config.device)
     build = candidate_builder(
@@ -43,7 +43,7 @@ def check(config: CheckConfig, say: Callable[[str], None]) -> dict[str, Any]:
     _same_start(plain, checkpointed, config.model)
     regions = find_regions(checkpointed.model)
     for region in regions.values():
-        wrap(region, keep=config.keep, verify=config.verify)
+        core.wrap(region, keep=config.keep, verify=config.verify)
 
     difference, outcome = None, {}
     for step in range(config.steps):
@@ -66,7 +66,7 @@ def check(config: CheckConfig, say: Callable[[str], None]) -> dict[str, Any]:
         "n_buffers": sum(name.startswith("buffer ") for name in outcome),
         "n_regions": len(regions),
         "step_cost": cost,
-        "proof": _proof_dict([proof(region) for region in regions.values()]),
+        "proof": _proof_dict(core.proof(checkpointed.model)),
     }
 
 
@@ -212,18 +212,12 @@ def _cost(
     return cost_dict(measure_steps(steps, device))
 
 
-def _proof_dict(proofs: list[Any]) -> dict[str, Any]:
-    """The proofs of all regions added up; what is kept is listed once per operator and line."""
-    kept: dict[tuple[str, str, str], int] = {}
-    for one in proofs:
-        for row in one.kept:
-            place = (str(row.operator), str(row.line), str(row.why))
-            kept[place] = kept.get(place, 0) + row.nbytes
+def _proof_dict(found: Proof) -> dict[str, Any]:
     return {
-        "operators": sum(one.operators for one in proofs),
-        "proved": sum(one.proved for one in proofs),
+        "operators": found.operators,
+        "proved": found.proved,
         "kept": [
-            {"operator": operator, "line": line, "why": why, "nbytes": nbytes}
-            for (operator, line, why), nbytes in kept.items()
+            {"operator": str(row.operator), "line": str(row.line), "nbytes": row.nbytes, "why": str(row.why)}
+            for row in found.kept
         ],
     }

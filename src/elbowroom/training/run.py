@@ -12,6 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from elbowroom.core import wrap
 from elbowroom.errors import UsageError
 from elbowroom.fitting.regions import find_regions
 from elbowroom.models.gpt import GPT, PRESETS
@@ -58,8 +59,6 @@ def set_up(config: TrainConfig) -> Run:
     model = GPT(model_config).to(device)
     plain = _sharing_copy(model)
     if config.memory.activation_checkpointing == "full":
-        from elbowroom.core import wrap
-
         for region in find_regions(model).values():
             wrap(region, keep=config.memory.keep)
     return Run(config, device, model, plain, _adamw(model, config), data)

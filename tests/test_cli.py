@@ -144,7 +144,8 @@ def test_check_takes_a_users_function(tmp_path: Path, capsys: pytest.CaptureFixt
     path = tmp_path / "users_model_for_cli.py"
     path.write_text(
         "import torch\nfrom torch import nn\n"
-        "def build(): return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1)), torch.randn(8, 4)\n"
+        "def build():\n"
+        "    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1)), torch.randn(8, 4)\n"
     )
     code = run_here("check", "--model", f"{path}:build", "--json")
     sys.path.remove(str(tmp_path))
@@ -166,8 +167,8 @@ def test_check_takes_a_users_function(tmp_path: Path, capsys: pytest.CaptureFixt
         (["train", "--max-steps", "0"], "elbowroom: --max-steps 0: must be at least 1"),
         (
             ["train", "--data", "text.txt", "--sequence-length", "20000"],
-            "elbowroom: --sequence-length 20000 needs at least 40002 tokens (one sequence to train on, one to "
-            "validate), but text.txt has 22001; shorten it or give more text",
+            "elbowroom: --sequence-length 20000 needs at least 40002 tokens (one sequence to train on, one "
+            "to validate), but text.txt has 22001; shorten it or give more text",
         ),
         (["check", "--model", "nothing.py:f"], "elbowroom: --model nothing.py:f: no file nothing.py"),
         (["check", "--steps", "0"], "elbowroom: --steps 0: must be at least 1"),

@@ -31,7 +31,7 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def configured(text: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
-    """``configured(max_steps=3, dropout=0.1, ...)``: a small run with these fields changed, wherever they are."""
+    """``configured(max_steps=3, dropout=0.1, ...)``: a small run with these fields changed."""
 
     def configure(**changes: Any) -> TrainConfig:
         parts: dict[str, Any] = {

@@ -79,6 +79,6 @@ def test_steps_are_logged_at_their_pace_and_evaluation_is_not_training(
 def test_a_validation_loss_that_is_no_number_stops(configured: Callable[..., TrainConfig]) -> None:
     run = set_up(configured())
     with RunDirectory(run.config) as records, RunProgress(5, Console(file=io.StringIO())) as progress:
-        with pytest.raises(ElbowroomError, match="^the validation loss is inf after 7 steps: "):
+        with pytest.raises(ElbowroomError, match=r"^the validation loss is inf after 7 steps: "):
             Telemetry(run, records, progress).evaluated(7, math.inf)
         assert (records.path / "metrics.jsonl").read_text() == ""

@@ -138,7 +138,7 @@ class CheckConfig:
     """Whether checkpointing changes anything: plain against checkpointed, bit for bit."""
 
     model: Annotated[str, tyro.conf.arg(metavar="PRESET|FILE.py:FUNCTION")] = "tiny"
-    """a preset of train's --model (with dropout on), or a function in a file: it takes nothing and returns
+    """a preset of elbowroom train (with dropout on), or a function in a file: it takes nothing and returns
     (model, inputs) or (model, inputs, loss_fn). inputs: a tensor, a tuple of arguments, or a dict of
     keyword arguments of the model. loss_fn: takes the model's output, returns a scalar tensor (without it:
     the mean of the squares of each floating-point tensor in the output, added up). It is called twice with

@@ -83,7 +83,10 @@ def _needs_arguments(fn: Any) -> bool:
         parameters = inspect.signature(fn.forward if isinstance(fn, Module) else fn).parameters.values()
     except (TypeError, ValueError):
         return False
-    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters)
+    return any(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        for p in parameters
+    )
 
 
 def _keywords_of(fn: Any) -> set[str]:
@@ -222,7 +225,9 @@ def wrap(module: M, *, keep: Any = None, verify: str = "first") -> M:
     Raises TypeError if ``module`` is not an ``nn.Module``, UsageError for bad settings.
     """
     if not isinstance(module, Module):
-        raise TypeError(f"wrap(module) needs an nn.Module, got {type(module).__name__}; for a function use checkpoint(fn, ...)")
+        raise TypeError(
+            f"wrap(module) needs an nn.Module, got {type(module).__name__}; for a function use checkpoint(fn, ...)"
+        )
     unwrap(module)
     Region(type(module).__name__, family_of(type(module), keep), keep, verify, module)  # bad settings are told here
     wrapping = _Wrapping(keep, verify, module.__dict__.pop("forward", None))

@@ -219,9 +219,7 @@ def _append(
     op.outputs = tuple(_new_output(recorder, op, i, t, op.opaque or i in bad, why) for i, t in enumerate(results))
 
 
-def _new_version(
-    recorder: Recorder, op: Operator, old: int, tensor: Tensor, opaque: bool, why: str, lost: bool
-) -> int:
+def _new_version(recorder: Recorder, op: Operator, old: int, tensor: Tensor, opaque: bool, why: str, lost: bool) -> int:
     """A write makes a new version of the storage; the old one is there no more, unless it was copied (rule 6)."""
     program, held = recorder.program, recorder.tape.held
     before = program.values[old]
@@ -340,7 +338,8 @@ def conclude(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if recorder.following:
         bindings = _bindings(recorder) if recorder.proving else None
         if (
-            recorder.n_ops != len(program.ops)
+            recorder.strayed
+            or recorder.n_ops != len(program.ops)
             or recorder.n_slots != len(program.slots)
             or recorder.applied != program.touched_last
             or (bindings is not None and bindings != program.slots)

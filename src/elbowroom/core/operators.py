@@ -10,7 +10,9 @@ from torch import Tag
 _aten = torch.ops.aten
 
 #: Namespaces whose operators talk to other processes: never replayed, never proved (rules 8 and 11).
-COMMUNICATION = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "fsdp", "symm_mem"})
+COMMUNICATION = frozenset(
+    {"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "fsdp", "symm_mem"}
+)
 
 #: Outputs that are working memory of the kernel, parts of which it never writes: exempt from the proof (rule 9).
 SCRATCH_OUTPUTS: dict[Any, frozenset[int]] = {
@@ -90,9 +92,7 @@ class Facts:
         self.writes: tuple[tuple[int | None, str, bool], ...] = (
             ()
             if metadata_only
-            else tuple(
-                (None if a.kwarg_only else i, a.name, a.is_out or packet in _OVERWRITERS) for i, a in written
-            )
+            else tuple((None if a.kwarg_only else i, a.name, a.is_out or packet in _OVERWRITERS) for i, a in written)
         )
         returns_alias = bool(schema.returns) and all(
             r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
@@ -110,7 +110,9 @@ class Facts:
     def of_function(cls) -> Facts:
         """The facts of an ``autograd.Function`` declared replayable: it draws perhaps, and writes nothing."""
         facts = cls.__new__(cls)
-        facts.unrecorded = facts.resizes = facts.communicates = facts.is_view = facts.empty = facts.simple = facts.private_generator = False
+        facts.unrecorded = facts.resizes = facts.communicates = facts.is_view = facts.empty = facts.simple = (
+            facts.private_generator
+        ) = False
         facts.lies = None
         facts.seeded = True
         facts.writes = ()

@@ -35,7 +35,9 @@ def _packets(*names: str) -> frozenset[Any]:
     return frozenset(getattr(_aten, n) for n in names if hasattr(_aten, n))
 
 
-_MATMULS = _packets("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "addmv", "mv", "dot", "linear", "_addmm_activation")
+_MATMULS = _packets(
+    "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "addmv", "mv", "dot", "linear", "_addmm_activation"
+)
 _ATTENTION = _packets(
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",

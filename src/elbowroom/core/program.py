@@ -130,7 +130,9 @@ class KeptRow:
 class Sweep(NamedTuple):
     """A prepared replay: which operators to run, when to free what, what to cache and who waits for it (rule 3)."""
 
-    steps: tuple[tuple[int, tuple[int, ...], frozenset[int]], ...]  # (operator, values to free after, values to overwrite)
+    steps: tuple[
+        tuple[int, tuple[int, ...], frozenset[int]], ...
+    ]  # (operator, values to free after, values to overwrite)
     leaves: tuple[int, ...]  # values read as they are
     cached: frozenset[int]
     pending: dict[int, int]  # cached value -> slots that still wait for it

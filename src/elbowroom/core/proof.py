@@ -92,14 +92,22 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 def provable(tensor: Tensor) -> bool:
     """Whether the tensor has bytes to compare: not on the meta device, not fake, not empty of storage."""
-    return tensor.device.type != "meta" and tensor.untyped_storage().nbytes() > 0 and type(tensor).__name__ != "FakeTensor"
+    return (
+        tensor.device.type != "meta" and tensor.untyped_storage().nbytes() > 0 and type(tensor).__name__ != "FakeTensor"
+    )
 
 
 class Rerun:
     """One operator, about to run: what a second run of it needs, taken before the first (written storages above all)."""
 
     def __init__(
-        self, func: Any, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any], written: Iterable[Tensor], states: States
+        self,
+        func: Any,
+        facts: Facts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: Iterable[Tensor],
+        states: States,
     ) -> None:
         self.func = func
         self.facts = facts
@@ -153,7 +161,9 @@ def _with_scratch(tree: Any, scratch: dict[int, torch.UntypedStorage]) -> Any:
         return tree
     if isinstance(tree, Tensor):
         if _strided(tree) and tree.untyped_storage()._cdata in scratch:
-            with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()):
+            with torch._C._ForceDispatchKeyGuard(
+                torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+            ):
                 moved = torch.empty(0, dtype=tree.dtype, device=tree.device).set_(
                     scratch[tree.untyped_storage()._cdata], tree.storage_offset(), tree.size(), tree.stride()
                 )

@@ -24,7 +24,7 @@ from elbowroom.core.flags import Flags
 from elbowroom.core.geometry import Geometry, geometry_of, has_strided_storage, over
 from elbowroom.core.operators import Facts, facts_of
 from elbowroom.core.program import MADE, PARAMETER, SOURCE, Operator, Program, Slot, Value, tensors_of
-from elbowroom.core.replayer import LAZY_BITS, Handle, Keys, Tape, version_of
+from elbowroom.core.replayer import LAZY_BITS, Handle, Keys, Tape, describe, version_of
 from elbowroom.core.rng import remember
 from elbowroom.errors import ChangedTensorError
 
@@ -91,10 +91,10 @@ def unpack(packed: Any) -> Tensor:
         with _quiet():
             return packed.tape.fetch(packed.index)  # type: ignore[no-any-return]
     if kind is tuple:  # a source that autograd holds itself, and the version it had
-        tensor, version = packed
+        tensor, version, program, value = packed
         if tensor._version != version:
             raise ChangedTensorError(
-                f"a saved tensor {geometry_of(tensor)}",
+                describe(program.values[value]),
                 recorded_version=version,
                 found_version=tensor._version,
                 remedy="Plain autograd refuses it, too: change it after backward, or give the region a copy of it.",
@@ -132,7 +132,10 @@ class Recorder(TorchDispatchMode):
         self.run_keys: Keys | None = None
         self.watched = watched and self.tape.fake is None
         self.stopped = False
-        self.paused: tuple[Any, Any, Any, Operator | drafting.Draft | None] | None = None  # inside a replayable function
+        self.strayed = False  # a source is not what the program says, although no operator showed it yet
+        self.paused: tuple[Any, Any, Any, Operator | drafting.Draft | None] | None = (
+            None  # inside a replayable function
+        )
         self.deferred: list[tuple[Handle, Tensor]] = []  # what that function saved
         self.failure: Exception | None = None
         self.may_be_direct = False  # autograd may hold saved sources itself: no hooks are around us
@@ -162,7 +165,12 @@ class Recorder(TorchDispatchMode):
         if types and any(is_traceable_wrapper_subclass(t) for t in tensors_of((args, kwargs))):
             return NotImplemented  # the subclass runs, and its inner operators come here (rule 11)
         facts = facts_of(func)
-        if facts.is_view and type(args[0]) is Tensor and args[0].layout is _STRIDED and args[0].untyped_storage()._cdata in self.table:
+        if (
+            facts.is_view
+            and type(args[0]) is Tensor
+            and args[0].layout is _STRIDED
+            and args[0].untyped_storage()._cdata in self.table
+        ):
             return func(*args, **kwargs)
         step: Operator | drafting.Draft | None = None
         try:
@@ -263,7 +271,7 @@ class Recorder(TorchDispatchMode):
             self._encode(kwargs.values(), wiring, scalars)
         if facts.seeded:
             self.tape.rng[k] = remember(args, kwargs)
-        if known is None or known.wiring != wiring or known.touched != self.applied:
+        if known is None or known.wiring != wiring or known.touched != self.applied or self.strayed:
             known = self._elsewhere(wiring, first_value) if self.following else None
         if known is not None and not self.proving and known.scalars == scalars:
             if known.writes:
@@ -310,6 +318,7 @@ class Recorder(TorchDispatchMode):
                 self._stop_direct()
                 self.program = self.tape.program = sibling
                 self.expected = sibling.expected if not self.proving else []
+                self.strayed = False
                 return sibling.ops[k]
         self.leave(first_value)
         return None
@@ -322,11 +331,14 @@ class Recorder(TorchDispatchMode):
         if k and sibling.ops[k - 1] is not self.program.ops[k - 1]:
             return False
         if len(sibling.slots) < n or any(
-            a.value != b.value or a.geometry != b.geometry for a, b in zip(sibling.slots[:n], self.program.slots[:n], strict=True)
+            a.value != b.value or a.geometry != b.geometry
+            for a, b in zip(sibling.slots[:n], self.program.slots[:n], strict=True)
         ):
             return False
         held = self.tape.held
         made = range(sibling.ops[k].first_value)
+        if not all(self._fits(sibling, v) for v in made if sibling.values[v].kind in (SOURCE, PARAMETER) and held[v] is not None):
+            return False
         return all(held[v] is not None or v in self.aliases for v in made if v in sibling.holds) and not any(
             at < k and not set(old) <= {v for v in made if held[v] is not None} for at, old in sibling.snapshots.items()
         )
@@ -336,6 +348,8 @@ class Recorder(TorchDispatchMode):
         self._stop_direct()
         draft = self.program.fork(self.n_ops, n_values, self.n_slots)
         for v, value in enumerate(draft.values):
+            if value.kind in (SOURCE, PARAMETER) and self.tape.held[v] is not None and not self._fits(draft, v):
+                draft.values[v] = self._source_value(v)
             if self.tape.held[v] is None and v not in self.aliases:
                 if value.kind == MADE:
                     value.keep = False
@@ -346,7 +360,7 @@ class Recorder(TorchDispatchMode):
         draft.watched = self.watched
         self.program = self.tape.program = draft
         self.expected = []
-        self.following = False
+        self.following = self.strayed = False
         self.proving = self.region.verify != "never" and self.tape.fake is None
 
     def _stop_direct(self) -> None:
@@ -420,7 +434,24 @@ class Recorder(TorchDispatchMode):
         """A view operator makes no value, but its base may be a source met here for the first time."""
         for item in args:
             if isinstance(item, Tensor):
-                self._value(item)
+                known = len(self.storages)
+                value = self._value(item)
+                if self.following and value == known and not self._fits(self.program, value):
+                    # No operator will compare the base itself, only views of it: compare it here.
+                    self.strayed = True
+                    self.expected = []
+
+    def _fits(self, program: Program, value: int) -> bool:
+        """Whether a source is, in kind and geometry, what ``program`` says it is."""
+        held = self.tape.held[value]
+        if not isinstance(held, Tensor) or value >= len(program.values):
+            return False
+        info = program.values[value]
+        if info.kind not in (SOURCE, PARAMETER) or isinstance(held, Parameter) != (info.kind == PARAMETER):
+            return False
+        if info.geometry is None or not self.storages[value]:
+            return info.geometry is None and not self.storages[value]
+        return info.geometry.fits(held)
 
     def _adopt(self, tensor: Tensor, value: int) -> None:
         """A value that backward replayed inside the region stands for the original from here on."""
@@ -471,7 +502,9 @@ class Recorder(TorchDispatchMode):
             self._follow_writes(op, args, kwargs)
         if op.outputs:
             kind = type(out)
-            results = (out,) if kind is Tensor else out if kind is tuple and len(out) == len(op.outputs) else tensors_of(out)
+            results = (
+                (out,) if kind is Tensor else out if kind is tuple and len(out) == len(op.outputs) else tensors_of(out)
+            )
             for value, tensor in zip(op.outputs, results, strict=True):
                 if value >= 0:
                     storage = tensor.untyped_storage()
@@ -528,7 +561,9 @@ class Recorder(TorchDispatchMode):
                     and tensor.is_neg() == neg
                 ):
                     self.n_slots = i + 1
-                    return (tensor, tensor._version) if direct and self.may_be_direct else Handle(self.tape, i)
+                    if direct and self.may_be_direct:
+                        return (tensor, tensor._version, self.program, value)
+                    return Handle(self.tape, i)
             with _quiet() if type(tensor) is Tensor else torch._C.DisableTorchFunction():
                 if self.paused is not None:
                     handle = Handle(self.tape, -1)  # numbered when the function is done
@@ -540,7 +575,7 @@ class Recorder(TorchDispatchMode):
                 if i < 0:
                     return tensor
                 if self.may_be_direct and i in self.program.direct:
-                    return (tensor, tensor._version)
+                    return (tensor, tensor._version, self.program, self.program.slots[i].value)
                 return Handle(self.tape, i)
         except Exception as error:
             self._stop(error)
@@ -555,7 +590,7 @@ class Recorder(TorchDispatchMode):
         i = self.n_slots
         if self.following:
             slots = self.program.slots
-            if i < len(slots) and slots[i].value == value and slots[i].geometry.fits(tensor):  # type: ignore[union-attr]
+            if not self.strayed and i < len(slots) and slots[i].value == value and slots[i].geometry.fits(tensor):  # type: ignore[union-attr]
                 self.n_slots += 1
                 if self.proving:
                     self.late[i] = (tensor, version_of(tensor))

@@ -19,13 +19,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from elbowroom.core.flags import Flags
 from elbowroom.core.geometry import over, view
-from elbowroom.core.program import MADE, Operator, Program, Ref, tensors_of
+from elbowroom.core.program import MADE, Operator, Program, Ref, Value, tensors_of
 from elbowroom.core.rng import States, drawing_from
 from elbowroom.errors import ChangedTensorError, ReplayError
 
 #: Excluded inside dispatch-mode handlers by torch; without them some operators compute other bits (rule 2).
 LAZY_BITS = (
-    DispatchKeySet(DispatchKey.Conjugate) | DispatchKeySet(DispatchKey.Negative) | DispatchKeySet(DispatchKey.ZeroTensor)
+    DispatchKeySet(DispatchKey.Conjugate)
+    | DispatchKeySet(DispatchKey.Negative)
+    | DispatchKeySet(DispatchKey.ZeroTensor)
 )
 
 #: Thread-local dispatch keys (included, excluded) under which an operator was recorded.
@@ -266,7 +268,7 @@ class Tape:
             return None
         reader = next((self.program.ops[k] for k, _, _ in steps if value in self.program.ops[k].reads), None)
         raise ChangedTensorError(
-            _describe(info.name, info.geometry, info.kind),
+            describe(info),
             operator=None if reader is None else f"{reader.func} (at {reader.line})",
             recorded_version=version,
             found_version=held._version,
@@ -288,7 +290,7 @@ class Tape:
                     env[v] = view(base, recorded, recorded)  # is all of it still there?
                 elif self.program.values[v].maker < 0 or self.program.values[v].kind != MADE:
                     raise ChangedTensorError(
-                        _describe(self.program.values[v].name, self.program.values[v].geometry, self.program.values[v].kind),
+                        describe(self.program.values[v]),
                         cause="what it depends on was released with another part of the graph",
                         remedy="Keep it (keep=...) or do not change kept values between forward and backward.",
                     )
@@ -481,9 +483,10 @@ def _lazily_cloned(tensor: Tensor) -> Tensor:
         return tensor
 
 
-def _describe(name: str | None, geometry: Any, kind: str) -> str:
-    what = name or ("a kept value" if kind == MADE else "an input of the region")
-    return f"{what} ({geometry})"
+def describe(value: Value) -> str:
+    """A value in words: the parameter or argument that it is, and its geometry."""
+    what = value.name or ("a kept value" if value.maker >= 0 else "an input of the region")
+    return f"{what} ({value.geometry})"
 
 
 _NO_FLAGS = Flags.none()

@@ -222,11 +222,7 @@ def test_every_flag_has_a_help_text_and_its_default(command: str, capsys: pytest
     assert run_here(command, "--help") == 0
     text = " ".join(line.strip("│╭╰─╯ ") for line in capsys.readouterr().out.splitlines())
     # An alias follows its flag after a comma; "(default: " ends what belongs to a flag.
-    flags = [
-        flag
-        for flag in re.split(r"(?<!,) (?=--[a-z])", text)
-        if flag.startswith("--") and "--help" not in flag
-    ]
+    flags = [flag for flag in re.split(r"(?<!,) (?=--[a-z])", text) if flag.startswith("--") and "--help" not in flag]
     assert len(flags) >= 10
     for part in flags:
         # A flag, its kind of value, words about it, its default.

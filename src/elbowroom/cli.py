@@ -8,6 +8,7 @@ command runs, so that ``--help`` answers at once.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NoReturn
@@ -53,6 +54,9 @@ def check(config: Annotated[CheckConfig, _UNNAMED], *, json: Annotated[bool, _JS
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and exits the process."""
+    # Idle worker threads sleep instead of spinning: on a machine that others use too, spinning costs several times
+    # the work. Read by OpenMP when torch loads; who has set it keeps it.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app = tyro.extras.SubcommandApp()
     app.command(train)
     app.command(check)

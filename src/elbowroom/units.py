@@ -18,7 +18,7 @@ def format_bytes(n_bytes: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``0.00123`` to ``'1.2 ms'``, ``75.2`` to ``'1 min 15 s'``, ``7500`` to ``'2 h 5 min'``, 0 to ``'0 s'``."""
+    """``0.00123`` to ``'1.2 ms'``, ``75.2`` to ``'1 min 15 s'``, ``7500`` to ``'2 h 5 min'``."""
     if seconds == 0:
         return "0 s"
     if round(seconds * 1e6, 1) < 1000:

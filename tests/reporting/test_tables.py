@@ -102,9 +102,7 @@ def test_an_equal_check_shows_what_was_compared_and_proved() -> None:
 
 
 def test_an_unequal_check_shows_the_difference() -> None:
-    found = rows(
-        check_table(RESULT | {"equal": False, "first_difference": "step 1: loss differs", "step_cost": None})
-    )
+    found = rows(check_table(RESULT | {"equal": False, "first_difference": "step 1: loss differs", "step_cost": None}))
     assert found["equal, bit for bit"] == "NO"
     assert found["first difference"] == "step 1: loss differs"
     assert found["peak of one step"] == "not measured"

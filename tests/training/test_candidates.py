@@ -81,9 +81,7 @@ def test_the_default_loss_adds_the_mean_squares_of_what_has_gradients() -> None:
         "c": torch.ones(2, dtype=torch.int64),
     }
     assert default_loss(output).item() == 9.0 + 4.0
-    with pytest.raises(
-        UsageError, match="holds no floating-point tensor with gradients; return a loss_fn as third"
-    ):
+    with pytest.raises(UsageError, match="holds no floating-point tensor with gradients; return a loss_fn as third"):
         default_loss(torch.ones(3))
 
 
@@ -108,9 +106,7 @@ def test_what_cannot_be_used_is_named_in_one_line(models: Path, asked: str, mess
 def test_a_file_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     path = tmp_path / "faulty_models.py"
     path.write_text("def f(:\n")
-    with pytest.raises(
-        UsageError, match=r"faulty_models\.py cannot be imported: SyntaxError: invalid syntax"
-    ):
+    with pytest.raises(UsageError, match=r"faulty_models\.py cannot be imported: SyntaxError: invalid syntax"):
         candidate_builder(f"{path}:f", batch_size=1, sequence_length=None)
     sys.path.remove(str(tmp_path))
 

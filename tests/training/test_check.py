@@ -109,7 +109,7 @@ def test_one_wrong_gradient_is_named_with_its_size(models: str, monkeypatch: pyt
     assert result["first_difference"] == (
         "step 1: gradient of blocks.0.linear.bias differs: 1 of 8 elements, by 0.5 at most"
     )
-    assert result["step_cost"] is None
+    assert (result["steps"], result["step_cost"]) == (1, None)
 
 
 def test_a_buffer_written_twice_is_named(models: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,10 +118,7 @@ def test_a_buffer_written_twice_is_named(models: str, monkeypatch: pytest.Monkey
 
     spoiling(monkeypatch, spoil)
     difference = checked(model=f"{models}:stack")["first_difference"]
-    assert (
-        difference
-        == "step 1: buffer blocks.0.norm.num_batches_tracked differs: 1 of 1 elements, by 1 at most"
-    )
+    assert difference == "step 1: buffer blocks.0.norm.num_batches_tracked differs: 1 of 1 elements, by 1 at most"
 
 
 def test_a_random_stream_that_moved_is_named(models: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,9 +130,7 @@ def test_a_random_stream_that_moved_is_named(models: str, monkeypatch: pytest.Mo
     assert difference.startswith("step 1: generator of torch differs: ")
 
 
-def test_a_failure_of_the_checkpointed_step_only_is_a_difference(
-    models: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_of_the_checkpointed_step_only_is_a_difference(models: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(module: nn.Module) -> None:
         module.register_forward_hook(lambda *_: 1 / 0)
 

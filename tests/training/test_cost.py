@@ -28,10 +28,7 @@ def test_measuring_disturbs_neither_state_nor_streams(configured: Callable[..., 
     cost = cost_of_a_step(run)
     after = everything(run)
     assert len(before) == len(after) > 100
-    assert all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-        for a, b in zip(before, after, strict=True)
-    )
+    assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(before, after, strict=True))
     assert all(parameter.grad is None for parameter in run.model.parameters())
     assert set(cost) == {"plain", "checkpointed", "extra_time_pct"}
 

@@ -78,14 +78,10 @@ def test_no_token_is_both_trained_on_and_validated(n_tokens: int) -> None:
 
 
 def test_validation_runs_through_the_whole_text() -> None:
-    data = TokenData(
-        np.zeros(8192 * 200, dtype=np.uint16), seed=3, sequence_length=64, batch_size=4, name="zeros"
-    )
+    data = TokenData(np.zeros(8192 * 200, dtype=np.uint16), seed=3, sequence_length=64, batch_size=4, name="zeros")
     places = sorted(data.validation_segments.tolist())
     assert [place // 20 for place in places] == list(range(10))  # one of every twenty segments in a row
-    other = TokenData(
-        np.zeros(8192 * 200, dtype=np.uint16), seed=4, sequence_length=64, batch_size=4, name="zeros"
-    )
+    other = TokenData(np.zeros(8192 * 200, dtype=np.uint16), seed=4, sequence_length=64, batch_size=4, name="zeros")
     assert places != sorted(other.validation_segments.tolist())
 
 
@@ -170,9 +166,7 @@ def test_the_default_is_the_standard_library_without_its_tests(tmp_path: Path) -
         ),
     ],
 )
-def test_wrong_files_are_named_in_one_line(
-    tmp_path: Path, name: str, content: bytes | None, message: str
-) -> None:
+def test_wrong_files_are_named_in_one_line(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)

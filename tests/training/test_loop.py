@@ -20,9 +20,7 @@ Configured = Callable[..., TrainConfig]
 
 
 def metrics(summary: dict[str, Any], tag: str) -> list[tuple[int, float]]:
-    lines = [
-        json.loads(line) for line in (Path(summary["run_dir"]) / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = [json.loads(line) for line in (Path(summary["run_dir"]) / "metrics.jsonl").read_text().splitlines()]
     return [(line["step"], line[tag]) for line in lines if tag in line]
 
 
@@ -70,9 +68,7 @@ def test_checkpointing_changes_no_loss_and_lowers_the_peak(configured: Configure
 @pytest.mark.usefixtures("unmeasured")
 def test_how_often_one_evaluates_changes_nothing(configured: Configured) -> None:
     losses = []
-    for number, changes in enumerate(
-        [{"eval_every": 1}, {"eval_every": 0}, {"eval_every": 2, "eval_batches": 5}]
-    ):
+    for number, changes in enumerate([{"eval_every": 1}, {"eval_every": 0}, {"eval_every": 2, "eval_batches": 5}]):
         losses.append(metrics(train(configured(run_name=str(number), **changes)), "train/loss"))
     assert losses[0] == losses[1] == losses[2]
 
@@ -100,9 +96,7 @@ def test_ctrl_c_ends_after_the_step_at_hand(configured: Configured, monkeypatch:
 
 
 def test_a_loss_that_is_no_number_stops_the_run(configured: Configured) -> None:
-    with pytest.raises(
-        ElbowroomError, match=r"^the training loss is nan after \d+ steps: .*lower --learning-rate"
-    ):
+    with pytest.raises(ElbowroomError, match=r"^the training loss is nan after \d+ steps: .*lower --learning-rate"):
         train(configured(learning_rate=1e30, gradient_clip=1e30, max_steps=30))
 
 
@@ -110,9 +104,7 @@ def test_a_loss_that_is_no_number_stops_the_run(configured: Configured) -> None:
 def test_a_folder_that_holds_a_run_is_left_alone(configured: Configured, tmp_path: Path) -> None:
     train(configured(max_steps=1))
     before = (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes()
-    with pytest.raises(
-        UsageError, match=r"runs/run holds a run already; choose another --run-name or --out-dir$"
-    ):
+    with pytest.raises(UsageError, match=r"runs/run holds a run already; choose another --run-name or --out-dir$"):
         train(configured(max_steps=1))
     assert (tmp_path / "runs" / "run" / "metrics.jsonl").read_bytes() == before
 

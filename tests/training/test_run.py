@@ -53,9 +53,7 @@ def test_a_step_clips_and_leaves_no_gradient(configured: Configured) -> None:
     seen = []
     run.optimizer.register_step_pre_hook(
         lambda optimizer, *_: seen.append(
-            torch.stack([p.grad.norm() for group in optimizer.param_groups for p in group["params"]])
-            .norm()
-            .item()
+            torch.stack([p.grad.norm() for group in optimizer.param_groups for p in group["params"]]).norm().item()
         )
     )
     loss, norm = training_step(run, run.model, run.data.batch(0), 1e-3)

@@ -75,10 +75,9 @@ class Meter:
 
     ``peak_bytes``            the highest number of bytes above those at its start
     ``end_bytes``             bytes at its end minus bytes at its start (negative if more was freed)
-    ``start_bytes``           bytes allocated on the device at its start; None on CPU, whose allocator
-    cannot say
-    ``start_reserved_bytes``, ``end_reserved_bytes``   held by the caching allocator; None on CPU
-    ``start_resident_bytes``, ``end_resident_bytes``   resident set of this process
+    ``start_bytes``           bytes allocated on the device at its start; None on CPU (nobody counts)
+    ``start_reserved_bytes``  held by the caching allocator then, None on CPU; ``end_reserved_bytes`` likewise
+    ``start_resident_bytes``  resident set of this process then; ``end_resident_bytes`` likewise
 
     Garbage cycles are collected before the start, so that older garbage does not end inside. On an
     accelerator the allocator's peak counter is reset (it can only be asked that way); meters may nest
@@ -161,9 +160,7 @@ def resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def walk_events(
-    events: Iterable[tuple[int, int]], before: dict[int, int], deaths: Sequence[Death]
-) -> Timeline:
+def walk_events(events: Iterable[tuple[int, int]], before: dict[int, int], deaths: Sequence[Death]) -> Timeline:
     """Adds up allocator events in order of time.
 
     ``events``: (address, bytes), bytes negative for a free.

@@ -1,5 +1,4 @@
-"""A pre-norm GPT in plain torch: it imports nothing else, so that it can be read, copied and checked on
-its own.
+"""A pre-norm GPT in plain torch: it imports nothing else, so that it can be read and copied on its own.
 
 Shapes: B sequences, T tokens each, D = dim, H = n_heads, d = D / H, V = vocabulary.
 Sources: Radford et al. 2019 (GPT-2: pre-norm, GELU, learned positions, tied head, residual projections

@@ -30,9 +30,7 @@ def train_table(summary: dict[str, Any]) -> RenderableType:
     table.add_row("written to", summary["run_dir"])
     if not summary["sample"]:
         return table
-    return Group(
-        table, Panel(Text(summary["sample"]), title="a sample of what it writes", title_align="left")
-    )
+    return Group(table, Panel(Text(summary["sample"]), title="a sample of what it writes", title_align="left"))
 
 
 def check_table(result: dict[str, Any]) -> RenderableType:

@@ -74,9 +74,7 @@ def default_loss(output: Any) -> Tensor:
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.requires_grad
     ]
     if not parts:
-        raise UsageError(
-            "the model's output holds no floating-point tensor with gradients; return a loss_fn as third"
-        )
+        raise UsageError("the model's output holds no floating-point tensor with gradients; return a loss_fn as third")
     return torch.stack(parts).sum()
 
 
@@ -113,9 +111,7 @@ def _from_function(function: Callable[[], Any], asked: str) -> Candidate:
         raise UsageError(f"--model {asked}: the function failed: {_in_one_line(error)}") from error
     is_right = isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module)
     if not is_right or (len(made) == 3 and not callable(made[2])):
-        raise UsageError(
-            f"--model {asked}: must return (model, inputs) or (model, inputs, loss_fn), got {_kind(made)}"
-        )
+        raise UsageError(f"--model {asked}: must return (model, inputs) or (model, inputs, loss_fn), got {_kind(made)}")
     return Candidate(made[0], made[1], made[2] if len(made) == 3 else default_loss)
 
 

@@ -36,18 +36,17 @@ def check(config: CheckConfig, say: Callable[[str], None]) -> dict[str, Any]:
     """
     checked_comparison(config)
     device = usable_device(config.device)
-    build = candidate_builder(
-        config.model, batch_size=config.micro_batch_size, sequence_length=config.sequence_length
-    )
+    build = candidate_builder(config.model, batch_size=config.micro_batch_size, sequence_length=config.sequence_length)
     plain, checkpointed = (_built(build, config.seed, device) for _ in range(2))
     _same_start(plain, checkpointed, config.model)
     regions = find_regions(checkpointed.model)
     for region in regions.values():
         core.wrap(region, keep=config.keep, verify=config.verify)
 
-    difference, outcome = None, {}
+    difference, outcome, n_compared = None, {}, 0
     for step in range(config.steps):
         say(f"comparing step {step + 1} of {config.steps}")
+        n_compared += 1
         outcome = _plain_outcome(plain, config, step)
         difference = _checkpointed_difference(checkpointed, config, step, outcome)
         if difference is not None:
@@ -61,7 +60,7 @@ def check(config: CheckConfig, say: Callable[[str], None]) -> dict[str, Any]:
         "model": config.model,
         "equal": difference is None,
         "first_difference": difference,
-        "steps": config.steps,
+        "steps": n_compared,
         "n_gradients": sum(name.startswith("gradient of ") for name in outcome),
         "n_buffers": sum(name.startswith("buffer ") for name in outcome),
         "n_regions": len(regions),
@@ -79,9 +78,7 @@ def take_step(candidate: Candidate, config: CheckConfig, step: int) -> Outcome:
         loss = candidate.loss_fn(output)
     torch.autograd.backward(loss)
     outcome: Outcome = {
-        f"output{keystr(path)}": leaf
-        for path, leaf in tree_leaves_with_path(output)
-        if isinstance(leaf, Tensor)
+        f"output{keystr(path)}": leaf for path, leaf in tree_leaves_with_path(output) if isinstance(leaf, Tensor)
     }
     outcome["loss"] = loss
     named = list(candidate.model.named_parameters())
@@ -115,9 +112,7 @@ def _difference(wanted: Any, found: Any) -> str | None:
     """How ``found`` (checkpointed) differs from ``wanted`` (plain), in words; None if it does not."""
     if not isinstance(wanted, Tensor) or not isinstance(found, Tensor):
         if wanted is None or found is None:
-            return (
-                None if wanted is found else f"{_kind(wanted)} when plain, {_kind(found)} when checkpointed"
-            )
+            return None if wanted is found else f"{_kind(wanted)} when plain, {_kind(found)} when checkpointed"
         return None if wanted == found else "the random stream stands elsewhere"
     if (wanted.shape, wanted.dtype) != (found.shape, found.dtype):
         return f"{_kind(wanted)} when plain, {_kind(found)} when checkpointed"
@@ -185,9 +180,7 @@ def _plain_outcome(plain: Candidate, config: CheckConfig, step: int) -> Outcome:
         raise UsageError(f"--model {config.model}: fails already when plain: {what}") from error
 
 
-def _checkpointed_difference(
-    checkpointed: Candidate, config: CheckConfig, step: int, expected: Outcome
-) -> str | None:
+def _checkpointed_difference(checkpointed: Candidate, config: CheckConfig, step: int, expected: Outcome) -> str | None:
     try:
         found = take_step(checkpointed, config, step)
     except Exception as error:
@@ -195,9 +188,7 @@ def _checkpointed_difference(
     return first_difference(expected, found)
 
 
-def _cost(
-    plain: Candidate, checkpointed: Candidate, config: CheckConfig, device: torch.device
-) -> dict[str, Any]:
+def _cost(plain: Candidate, checkpointed: Candidate, config: CheckConfig, device: torch.device) -> dict[str, Any]:
     def step_of(candidate: Candidate) -> Callable[[], None]:
         def step() -> None:
             seed_everything(config.seed)

@@ -75,7 +75,7 @@ class MemoryConfig:
 class RunConfig:
     """How long, where, and what is written."""
 
-    max_steps: int = 500
+    max_steps: int = 300
     """optimizer steps"""
     seed: int = 0
     """seed of weights, dropout, split and order of the data; the same seed gives the same losses"""

@@ -44,9 +44,7 @@ def cost_of_a_step(run: Run) -> dict[str, Any]:
 
 def cost_dict(costs: Mapping[str, StepCost]) -> dict[str, Any]:
     """Measured costs of ``plain`` and perhaps ``checkpointed`` as plain data, with their ratio in time."""
-    result: dict[str, Any] = {
-        name: asdict(cost) | {"rounds_s": list(cost.rounds_s)} for name, cost in costs.items()
-    }
+    result: dict[str, Any] = {name: asdict(cost) | {"rounds_s": list(cost.rounds_s)} for name, cost in costs.items()}
     if "checkpointed" in costs:
         result["extra_time_pct"] = 100 * (costs["checkpointed"].step_s / costs["plain"].step_s - 1)
     return result

@@ -45,12 +45,9 @@ _SPLIT, _ORDER = 1, 2
 
 
 class TokenData:
-    """A split token stream. ``batch(step)`` and ``validation_batches(n)`` give ``(tokens, targets)``, each
-    (B, T) int64."""
+    """A split token stream; its batches are ``(tokens, targets)``, each (B, T) int64 on CPU."""
 
-    def __init__(
-        self, tokens: Tokens, *, seed: int, sequence_length: int, batch_size: int, name: str
-    ) -> None:
+    def __init__(self, tokens: Tokens, *, seed: int, sequence_length: int, batch_size: int, name: str) -> None:
         """Raises UsageError if the stream is too short for one training and one validation sequence."""
         self.n_tokens = len(tokens)
         self._tokens = tokens
@@ -71,7 +68,7 @@ class TokenData:
         self.n_windows = len(self.training_segments) * self._windows_per_segment
 
     def batch(self, step: int) -> Batch:
-        """Training batch number ``step``, counted from 0: (tokens, targets), each (B, T) int64 on CPU."""
+        """Training batch number ``step``, counted from 0."""
         first = step * self._batch_size
         return self._gather([self.training_start(index) for index in range(first, first + self._batch_size)])
 
@@ -241,9 +238,7 @@ def _map_bin(path: Path) -> Tokens:
         if n_bytes == 0:
             raise UsageError(f"--data {path}: empty, there is nothing to learn from")
         if n_bytes % 2:
-            raise UsageError(
-                f"--data {path}: {n_bytes} bytes are no whole number of uint16 tokens (cut off?)"
-            )
+            raise UsageError(f"--data {path}: {n_bytes} bytes are no whole number of uint16 tokens (cut off?)")
         return np.memmap(path, dtype="<u2", mode="r")
 
 

@@ -55,9 +55,7 @@ class Telemetry:
                 "throughput/tokens_per_sec": tokens_per_s,
             },
         )
-        self._progress.show(
-            done, loss=self.training_loss, tokens_per_s=tokens_per_s, memory_bytes=memory_bytes
-        )
+        self._progress.show(done, loss=self.training_loss, tokens_per_s=tokens_per_s, memory_bytes=memory_bytes)
         self._logged_step, self._trained_s = done, 0.0
 
     def evaluated(self, done: int, loss: float) -> None:

@@ -174,6 +174,7 @@ def test_what_cannot_be_checked_is_named(models: str, function: str, message: st
             torch.ones(2, dtype=torch.int32),
             "x differs: torch.float32 (3,) when plain, torch.int32 (2,) when checkpointed",
         ),
+        (torch.tensor([2j]), torch.tensor([5j]), "x differs: 1 of 1 elements, by 3 at most"),
         (torch.ones(3), None, "x differs: torch.float32 (3,) when plain, none when checkpointed"),
         (None, torch.ones(3), "x differs: none when plain, torch.float32 (3,) when checkpointed"),
         (None, None, None),

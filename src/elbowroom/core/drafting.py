@@ -129,7 +129,7 @@ def record(recorder: Recorder, draft: Draft, out: Any) -> None:
             recorder.failure = ProofError(
                 region=recorder.region.name, operator=str(draft.func), line=known.line, calls_in_doubt=doubt
             )
-        recorder.leave(draft.first_value)
+        recorder.leave()
         known = None
     first_new = len(recorder.storages)
     if known is not None:
@@ -296,11 +296,8 @@ def make_opaque(recorder: Recorder, tree: Any, why: str) -> None:
         if has_strided_storage(tensor) and recorder.table.get(tensor.untyped_storage()._cdata) is not None:
             recorder.touch(tensor, why)
     touches, recorder.pending = recorder.pending, []
-    for value, tensor, reason in touches:
-        new = recorder.number(recorder.storages[value], tensor)
-        recorder.table[recorder.storages[value]] = new
-        if not recorder.following:
-            recorder.program.values.append(opaque_value(recorder, value, tensor, reason))
+    for touch in touches:
+        recorder.make_opaque(*touch)
 
 
 def label(recorder: Recorder, tensor: Tensor, text: str) -> bool:
@@ -339,6 +336,7 @@ def conclude(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         bindings = _bindings(recorder) if recorder.proving else None
         if (
             recorder.strayed
+            or len(recorder.storages) != len(program.values)
             or recorder.n_ops != len(program.ops)
             or recorder.n_slots != len(program.slots)
             or recorder.applied != program.touched_last
@@ -351,7 +349,7 @@ def conclude(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) 
                     recorder.failure = ProofError(
                         region=recorder.region.name, operator=str(last.func), line=last.line, calls_in_doubt=doubt
                     )
-            recorder.leave(len(recorder.storages))
+            recorder.leave()
             program = recorder.program
     if not recorder.following:
         program.touched_last = recorder.applied

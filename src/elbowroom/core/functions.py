@@ -82,16 +82,17 @@ def replayable(function: F) -> F:
         raise TypeError(f"replayable() needs a subclass of torch.autograd.Function, got {function!r}")
     if "_elbowroom_call" in function.__dict__:
         return function
-    apply = function.apply
     call = FunctionCall(function)
 
-    def recorded_apply(*args: Any, **kwargs: Any) -> Any:
+    def recorded_apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        apply = super(function, cls).apply  # type: ignore[misc]
+        own = cls.__dict__.get("_elbowroom_call")
         watching = [r for r in recorders() if not r.stopped and r.paused is None] if torch.is_grad_enabled() else []
-        if not watching or kwargs:
+        if own is None or not watching or kwargs:  # a subclass is another function, to be declared by itself
             return apply(*args, **kwargs)
         needs = {"needs_input_grad": tuple(isinstance(a, Tensor) and a.requires_grad for a in args)}
         for recorder in watching:
-            recorder.begin_function(call, args, needs)
+            recorder.begin_function(own, args, needs)
         out = None
         try:
             out = apply(*args)
@@ -101,5 +102,5 @@ def replayable(function: F) -> F:
         return out
 
     function._elbowroom_call = call  # type: ignore[attr-defined]
-    function.apply = staticmethod(recorded_apply)  # type: ignore[method-assign, assignment]
+    function.apply = classmethod(recorded_apply)  # type: ignore[method-assign, assignment]
     return function

@@ -128,6 +128,7 @@ class Recorder(TorchDispatchMode):
         self.tape.fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         self.tape.flags = Flags.now()
         self.tape.adopt = self._adopt
+        self.tape.slots_so_far = lambda: self.n_slots
         self.proving = proving and self.tape.fake is None
         self.run_keys: Keys | None = None
         self.watched = watched and self.tape.fake is None
@@ -141,6 +142,8 @@ class Recorder(TorchDispatchMode):
         self.may_be_direct = False  # autograd may hold saved sources itself: no hooks are around us
         self.n_ops = 0
         self.n_slots = 0
+        self.n_sure = 0  # values that the operators so far showed to be the program's
+        self.touched: dict[int, tuple[int, Tensor, str]] = {}  # opaque value -> (the value before, tensor, why)
         self.table: dict[int, int] = {}  # storage -> newest value on it
         self.storages: list[int] = []  # value -> storage (0: none)
         self.guards: list[int] = []  # weak references: an address in the table is never reused while we record
@@ -272,7 +275,7 @@ class Recorder(TorchDispatchMode):
         if facts.seeded:
             self.tape.rng[k] = remember(args, kwargs)
         if known is None or known.wiring != wiring or known.touched != self.applied or self.strayed:
-            known = self._elsewhere(wiring, first_value) if self.following else None
+            known = self._elsewhere(wiring) if self.following else None
         if known is not None and not self.proving and known.scalars == scalars:
             if known.writes:
                 self.snapshot(self.program.snapshots.get(k, ()))
@@ -310,7 +313,7 @@ class Recorder(TorchDispatchMode):
             else:
                 scalars += (kind, item)
 
-    def _elsewhere(self, wiring: list[Any], first_value: int) -> Operator | None:
+    def _elsewhere(self, wiring: list[Any]) -> Operator | None:
         """The operator in a sibling program that is the same so far; else a draft begins here."""
         k = self.n_ops
         for sibling in self.region.family.programs:
@@ -320,7 +323,7 @@ class Recorder(TorchDispatchMode):
                 self.expected = sibling.expected if not self.proving else []
                 self.strayed = False
                 return sibling.ops[k]
-        self.leave(first_value)
+        self.leave()
         return None
 
     def _may_switch(self, sibling: Program) -> bool:
@@ -343,22 +346,25 @@ class Recorder(TorchDispatchMode):
             at < k and not set(old) <= {v for v in made if held[v] is not None} for at, old in sibling.snapshots.items()
         )
 
-    def leave(self, n_values: int) -> None:
+    def leave(self) -> None:
         """This call does what no known program does: draft one that shares what was the same so far (rule 13)."""
         self._stop_direct()
-        draft = self.program.fork(self.n_ops, n_values, self.n_slots)
+        draft = self.program.fork(self.n_ops, self.n_sure, self.n_slots)
         for v, value in enumerate(draft.values):
-            if value.kind in (SOURCE, PARAMETER) and self.tape.held[v] is not None and not self._fits(draft, v):
-                draft.values[v] = self._source_value(v)
             if self.tape.held[v] is None and v not in self.aliases:
                 if value.kind == MADE:
                     value.keep = False
                 else:
                     self.lost.add(v)
-        for v in range(n_values, len(self.storages)):
-            draft.values.append(self._source_value(v))
-        draft.watched = self.watched
         self.program = self.tape.program = draft
+        for v in range(self.n_sure, len(self.storages)):
+            touched = self.touched.get(v)
+            draft.values.append(
+                self._source_value(v) if touched is None else drafting.opaque_value(self, touched[0], *touched[1:])
+            )
+        for slot in draft.slots:
+            draft.values[slot.value].read = True
+        draft.watched = self.watched
         self.expected = []
         self.following = self.strayed = False
         self.proving = self.region.verify != "never" and self.tape.fake is None
@@ -404,9 +410,17 @@ class Recorder(TorchDispatchMode):
             self.table[address] = value
             if tensor.grad_fn is not None:
                 self.tape.activations.add(value)
-            if not self.following:
-                self.program.values.append(self._source_value(value))
+            self._met(value)
         return value
+
+    def _met(self, value: int) -> None:
+        """A source was numbered: a draft notes it; a known program must have one there, on the same device."""
+        values = self.program.values
+        if not self.following:
+            values.append(self._source_value(value))
+        elif value >= len(values) or values[value].device != self.tape.held[value].device:  # type: ignore[union-attr]
+            self.strayed = True
+            self.expected = []
 
     def _kind(self, value: int) -> str:
         values = self.program.values
@@ -426,8 +440,7 @@ class Recorder(TorchDispatchMode):
             return found[1]
         value = self.number(0, tensor if isinstance(tensor, Parameter) else tensor.detach())
         self.identities[id(tensor)] = (weakref.ref(tensor), value)
-        if not self.following:
-            self.program.values.append(self._source_value(value))
+        self._met(value)
         return value
 
     def _see(self, args: Any) -> None:
@@ -451,7 +464,7 @@ class Recorder(TorchDispatchMode):
             return False
         if info.geometry is None or not self.storages[value]:
             return info.geometry is None and not self.storages[value]
-        return info.geometry.fits(held)
+        return info.device == held.device and info.geometry.fits(held)
 
     def _adopt(self, tensor: Tensor, value: int) -> None:
         """A value that backward replayed inside the region stands for the original from here on."""
@@ -473,17 +486,20 @@ class Recorder(TorchDispatchMode):
         if self.following and not self.watched:
             k = self.n_ops
             ops = self.program.ops
-            self.applied = ops[k].touched if k < len(ops) else self.program.touched_last
-            for v in self.applied:
-                self.table[self.storages[v]] = self.number(self.storages[v], self.aliases[v])
-            return
-        self.applied = tuple(v for v, _, _ in self.pending)
-        for v, tensor, why in self.pending:
-            new = self.number(self.storages[v], tensor)
-            self.table[self.storages[v]] = new
-            if not self.following:
-                self.program.values.append(drafting.opaque_value(self, v, tensor, why))
-        self.pending = []
+            due = ops[k].touched if k < len(ops) else self.program.touched_last
+            touches = [(v, self.aliases[v], "its address was taken") for v in due if v in self.aliases]
+        else:
+            touches, self.pending = self.pending, []
+        self.applied = tuple(v for v, _, _ in touches)
+        for touch in touches:
+            self.make_opaque(*touch)
+
+    def make_opaque(self, value: int, tensor: Tensor, why: str) -> None:
+        new = self.number(self.storages[value], tensor)
+        self.table[self.storages[value]] = new
+        self.touched[new] = (value, tensor, why)
+        if not self.following:
+            self.program.values.append(drafting.opaque_value(self, value, tensor, why))
 
     def touch(self, tensor: Tensor, why: str) -> None:
         """From here on, what is in this storage is not what operators made: keep it (rule 8)."""
@@ -515,6 +531,7 @@ class Recorder(TorchDispatchMode):
                         self.guards.append(storage._weak_ref())
                         table[address] = value
         self.n_ops += 1
+        self.n_sure = len(storages)
 
     def _follow_writes(self, op: Operator, args: Any, kwargs: Any) -> None:
         held = self.tape.held
@@ -549,7 +566,12 @@ class Recorder(TorchDispatchMode):
             return tensor
         try:
             i = self.n_slots
-            if i < len(self.expected) and type(tensor) in _PLAIN and not torch._C._len_torch_function_stack():
+            if (
+                i < len(self.expected)
+                and type(tensor) in _PLAIN
+                and tensor.layout is _STRIDED
+                and not torch._C._len_torch_function_stack()
+            ):
                 value, size, stride, offset, dtype, conj, neg, direct = self.expected[i]
                 if (
                     self.table.get(tensor.untyped_storage()._cdata) == value
@@ -583,7 +605,6 @@ class Recorder(TorchDispatchMode):
 
     def _save(self, tensor: Tensor) -> int:
         """The number of the slot of a saved tensor; -1 if it has no strided storage and is kept as it is."""
-        n_values = len(self.storages)
         value = self._value(tensor)
         if not self.storages[value]:
             return -1
@@ -595,7 +616,7 @@ class Recorder(TorchDispatchMode):
                 if self.proving:
                     self.late[i] = (tensor, version_of(tensor))
                 return i
-            self.leave(n_values)
+            self.leave()
         self.program.slots.append(Slot(value, geometry_of(tensor, self.base_geometry(value)), value))
         self.program.values[value].read = True
         self.late[i] = (tensor, version_of(tensor))

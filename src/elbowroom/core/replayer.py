@@ -105,7 +105,8 @@ class Tape:
     __slots__ = (
         "__weakref__", "_by_slot", "_cache", "_cache_versions", "_called_back", "_counts", "_early", "_hand", "_live",
         "_lock", "_op_counts", "_pending", "_task", "_waiting", "activations", "adopt", "direct", "fake", "flags", "held", "is_open", "keys", "program",
-        "rng", "variants", "versions",
+        "rng",
+        "slots_so_far", "variants", "versions",
     )  # fmt: skip
 
     def __init__(self, program: Program) -> None:
@@ -121,6 +122,7 @@ class Tape:
         self.direct: frozenset[int] = frozenset()  # slots whose source autograd holds itself
         self.is_open = True  # the forward is still running
         self.adopt: Callable[[Tensor, int], None] | None = None  # of the recorder, while open
+        self.slots_so_far: Callable[[], int] | None = None
         self._lock = threading.RLock()
         self._early: list[int] = []  # handles that died while open
         self._hand = bytearray()  # per value: 1 held, 2 cached
@@ -176,7 +178,7 @@ class Tape:
                 self._hand[v] = 1
                 self.versions[v] = version_of(tensor)
         self._task = -2
-        self.adopt = None
+        self.adopt = self.slots_so_far = None
         self.is_open = False
         for index in self._early:
             self._release(index)
@@ -202,7 +204,7 @@ class Tape:
                 value = slot.value
                 self._look_around()
             task = torch._C._current_graph_task_id()
-            if task != self._task or self.is_open:
+            if task != self._task:
                 self._enter_task(task)
             base = self._at_hand(value)
             if base is None:
@@ -224,8 +226,19 @@ class Tape:
 
     def _look_around(self) -> None:
         """The region still runs, and backward asks already: what is at hand changes from operator to operator."""
-        self._live = bytearray(b"\1" * len(self.program.slots))
+        assert self.slots_so_far is not None
+        n_slots, n_values = len(self.program.slots), max(len(self.program.values), len(self.held))
+        known, so_far = len(self._live), self.slots_so_far()
+        self._live += bytearray(max(0, n_slots - known))
+        self._waiting += bytearray(max(0, n_slots - len(self._waiting)))
+        for i in range(so_far):
+            if not self._live[i] and i not in self._early:
+                self._live[i] = 1
+                self._waiting[i] = self._task != -1
+        for i in self._early:
+            self._live[i] = self._waiting[i] = 0
         self._hand = bytearray(1 if h is not None else 2 if v in self._cache else 0 for v, h in enumerate(self.held))
+        self._hand += bytearray(n_values - len(self._hand))
 
     def _enter_task(self, task: int) -> None:
         self._drop_cache()

@@ -120,7 +120,8 @@ def _difference(wanted: Any, found: Any) -> str | None:
     if bool(same.all()):
         return None
     n_different = int((~same.view(wanted.numel(), -1).all(dim=1)).sum())
-    by = (wanted.double() - found.double()).abs().max().item()
+    wide = torch.complex128 if wanted.is_complex() else torch.float64
+    by = (wanted.to(wide) - found.to(wide)).abs().max().item()
     return f"{n_different} of {wanted.numel()} elements, by {by:.3g} at most"
 
 
@@ -159,15 +160,14 @@ def _tensors(candidate: Candidate) -> Iterator[Tensor]:
 def _same_start(plain: Candidate, checkpointed: Candidate, asked: str) -> None:
     if plain.model is checkpointed.model:
         raise UsageError(f"--model {asked}: two calls returned the same model; build it inside the function")
-    pairs = [_tensors(candidate) for candidate in (plain, checkpointed)]
     if not any(parameter.requires_grad for parameter in plain.model.parameters()):
         raise UsageError(f"--model {asked}: no parameter of the model takes gradients: nothing to check")
-    for first, second in zip(*pairs, strict=True):
-        if _difference(first, second) is not None:
-            raise UsageError(
-                f"--model {asked}: two calls with the same seeds built different models or inputs; draw only "
-                f"from torch, numpy.random and random in the function: they are seeded before each call"
-            )
+    ours, theirs = list(_tensors(plain)), list(_tensors(checkpointed))
+    if len(ours) != len(theirs) or any(_difference(a, b) is not None for a, b in zip(ours, theirs, strict=True)):
+        raise UsageError(
+            f"--model {asked}: two calls with the same seeds built different models or inputs; draw only "
+            f"from torch, numpy.random and random in the function: they are seeded before each call"
+        )
 
 
 def _plain_outcome(plain: Candidate, config: CheckConfig, step: int) -> Outcome:

@@ -18,9 +18,9 @@ from elbowroom.models.gpt import GPT, PRESETS, GPTConfig, rotate
         ("gpt2-medium", 354_823_168),
         ("gpt2-large", 774_030_080),
         ("gpt2-xl", 1_557_611_200),
-        ("tiny", 858_880),
-        ("small", 4_935_680),
-        ("medium", 38_222_848),
+        ("tiny", 826_112),
+        ("small", 4_804_608),
+        ("medium", 37_960_704),
     ],
 )
 def test_preset_has_the_exact_number_of_parameters(preset: str, n_parameters: int) -> None:

@@ -16,11 +16,11 @@ from elbowroom.models.gpt import GPT
 from elbowroom.training.run import Run, training_step
 
 
-def cost_of_a_step(run: Run) -> dict[str, Any]:
+def cost_of_a_step(run: Run, *, n_rounds: int = 5) -> dict[str, Any]:
     """One whole training step (forward, backward, optimizer), with checkpointing and without, on the same
     batch.
 
-    Returns ``plain`` and, if the run checkpoints, ``checkpointed``: each ``peak_bytes`` (above the start
+    Times ``n_rounds`` steps of each. Returns ``plain`` and, if the run checkpoints, ``checkpointed``: each ``peak_bytes`` (above the start
     of the step), ``step_s`` (median) and ``rounds_s``; then also ``extra_time_pct``. Weights, optimizer
     state and random streams are as before afterwards.
     """
@@ -38,7 +38,7 @@ def cost_of_a_step(run: Run) -> dict[str, Any]:
     if run.config.memory.activation_checkpointing != "none":
         contenders["checkpointed"] = step_of(run.model)
     with _undone(run):
-        costs = measure_steps(contenders, run.device)
+        costs = measure_steps(contenders, run.device, n_rounds=n_rounds)
     return cost_dict(costs)
 
 

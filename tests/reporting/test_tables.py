@@ -19,7 +19,7 @@ SUMMARY: dict[str, Any] = {
     "tokens_seen": 81920,
     "validation_loss_start": 5.5,
     "validation_loss_end": 2.25,
-    "run_dir": "runs/one",
+    "run_dir": "runs/[red]:llama:",
     "sample": "def [bold]f(x):",
     "step_cost": {
         "plain": {"peak_bytes": 100 << 20, "step_s": 0.2},
@@ -73,7 +73,7 @@ def test_a_run_with_checkpointing() -> None:
         "peak of one step, with": "25.0 MiB (25%)",
         "time of one step, without": "200.0 ms",
         "time of one step, with": "250.0 ms (+25.0 %)",
-        "written to": "runs/one",
+        "written to": "runs/[red]:llama:",
     }
 
 
@@ -96,9 +96,15 @@ def test_an_equal_check_shows_what_was_compared_and_proved() -> None:
     assert found["equal, bit for bit"] == "yes"
     assert "first difference" not in found
     assert (found["gradients compared"], found["buffers compared"], found["regions"]) == ("51", "9", "4")
-    assert (found["proof: operators recorded"], found["proof: replayed bit for bit"]) == ("96", "95")
+    assert (found["proof: operators recorded"], found["proof: operators proved bit for bit"]) == ("96", "95")
     assert found["kept: aten.mm.default at models.py:7"] == "2.0 KiB, differs when replayed"
     assert found["peak of one step, with"] == "25.0 MiB (25%)"
+
+
+def test_names_are_printed_as_they_are() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(check_table(RESULT | {"model": "models.py:llama:[bold]"}))
+    assert "models.py:llama:[bold]: checkpointed against plain" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_an_unequal_check_shows_the_difference() -> None:

@@ -14,9 +14,7 @@ from elbowroom.units import format_bytes, format_seconds
 
 def train_table(summary: dict[str, Any]) -> RenderableType:
     """A training run's summary (see ``training.loop.train``)."""
-    table = Table(title=f"{summary['model']}, {summary['n_parameters']:,} parameters", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
+    table = _table(f"{summary['model']}, {summary['n_parameters']:,} parameters")
     steps = f"{summary['steps']} of {summary['max_steps']}"
     table.add_row("steps", steps + (" (interrupted)" if summary["interrupted"] else ""))
     table.add_row("time", format_seconds(summary["duration_s"]))
@@ -27,7 +25,7 @@ def train_table(summary: dict[str, Any]) -> RenderableType:
     for row in _cost_rows(summary["step_cost"]):
         table.add_row(*row)
     table.add_section()
-    table.add_row("written to", summary["run_dir"])
+    table.add_row("written to", Text(summary["run_dir"]))
     if not summary["sample"]:
         return table
     return Group(table, Panel(Text(summary["sample"]), title="a sample of what it writes", title_align="left"))
@@ -35,9 +33,7 @@ def train_table(summary: dict[str, Any]) -> RenderableType:
 
 def check_table(result: dict[str, Any]) -> RenderableType:
     """The result of a check (see ``training.check.check``)."""
-    table = Table(title=f"{result['model']}: checkpointed against plain", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
+    table = _table(f"{result['model']}: checkpointed against plain")
     table.add_row("equal, bit for bit", "yes" if result["equal"] else "NO")
     if not result["equal"]:
         table.add_row("first difference", Text(result["first_difference"]))
@@ -52,10 +48,18 @@ def check_table(result: dict[str, Any]) -> RenderableType:
     if proof is not None:
         table.add_section()
         table.add_row("proof: operators recorded", str(proof["operators"]))
-        table.add_row("proof: replayed bit for bit", str(proof["proved"]))
+        table.add_row("proof: operators proved bit for bit", str(proof["proved"]))
         for kept in proof["kept"]:
             what = f"kept: {kept['operator']} at {kept['line']}"
             table.add_row(Text(what), Text(f"{format_bytes(kept['nbytes'])}, {kept['why']}"))
+    return table
+
+
+def _table(title: str) -> Table:
+    # Text, here and for all that users name: rich reads [brackets] and :words: in plain strings as its own.
+    table = Table(title=Text(title), show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
     return table
 
 

@@ -17,12 +17,12 @@ from elbowroom.training.run import Run, training_step
 
 
 def cost_of_a_step(run: Run, *, n_rounds: int = 5) -> dict[str, Any]:
-    """One whole training step (forward, backward, optimizer), with checkpointing and without, on the same
-    batch.
+    """What one whole training step (forward, backward, optimizer) takes, with checkpointing and without.
 
-    Times ``n_rounds`` steps of each. Returns ``plain`` and, if the run checkpoints, ``checkpointed``: each ``peak_bytes`` (above the start
-    of the step), ``step_s`` (median) and ``rounds_s``; then also ``extra_time_pct``. Weights, optimizer
-    state and random streams are as before afterwards.
+    Both on the same batch, ``n_rounds`` timed steps of each, interleaved. Returns ``plain`` and, if the run
+    checkpoints, ``checkpointed``: each ``peak_bytes`` (above the start of the step), ``step_s`` (median) and
+    ``rounds_s``; then also ``extra_time_pct``. Weights, optimizer state and random streams are as before
+    afterwards.
     """
     batch = run.data.batch(0)
     rate = run.config.optimizer.learning_rate / 10

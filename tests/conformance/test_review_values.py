@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -525,13 +526,18 @@ def test_f15_saves_change_though_operators_do_not(equal_to_plain: Any) -> None:
 
 
 def test_f18_other_threads_streams_do_not_repeat(contender: Any) -> None:
-    """A thread (a data loader) draws while replays run dropout: no number of its stream comes twice."""
+    """A thread (a data loader) draws while backward replays dropout: no number of its stream comes twice.
+
+    It does not draw during the forward: two threads that draw from one generator at once decide by chance which gets
+    which numbers, with or without checkpointing.
+    """
     drawn: list[tuple[float, ...]] = []
-    stop = threading.Event()
+    stop, backward = threading.Event(), threading.Event()
 
     def draw() -> None:
         while not stop.is_set():
-            drawn.append(tuple(torch.rand(4).tolist()))
+            if backward.wait(0.01):
+                drawn.append(tuple(torch.rand(4).tolist()))
 
     thread = threading.Thread(target=draw)
     thread.start()
@@ -541,7 +547,10 @@ def test_f18_other_threads_streams_do_not_repeat(contender: Any) -> None:
             y = x
             for _ in range(4):
                 y = contender.checkpoint(lambda t: F.dropout(t.sin(), 0.3).exp().tanh(), y)
+            backward.set()
             y.sum().backward()
+            backward.clear()
+            time.sleep(0.002)  # what the thread has begun is done before the next forward
     finally:
         stop.set()
         thread.join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import functools
 import inspect
@@ -9,19 +10,23 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
 from elbowroom.core import drafting
-from elbowroom.core.policies import key_of
+from elbowroom.core.policies import from_names, key_of, to_names
 from elbowroom.core.recorder import recorders
-from elbowroom.core.region import Region, family_of
+from elbowroom.core.region import Region, family_of, under_compile
 from elbowroom.errors import UsageError
 
 M = TypeVar("M", bound=Module)
 
 #: Keywords of torch.utils.checkpoint that replay makes moot: nothing is run again, so there is nothing to set up for it.
 MOOT = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+
+#: Settings remembered for one callable; the oldest are forgotten.
+MAX_SETTINGS = 64
 
 _regions: weakref.WeakKeyDictionary[Any, dict[Any, Region]] = weakref.WeakKeyDictionary()
 
@@ -48,6 +53,8 @@ def checkpoint(fn: Any = None, *args: Any, keep: Any = None, verify: str = "firs
         TypeError: ``fn`` is not callable.
         ChangedTensorError, ReplayError (in backward), ProofError: see ``elbowroom.errors``.
     """
+    if torch.compiler.is_compiling():
+        return under_compile(fn, args, {k: v for k, v in kwargs.items() if k not in MOOT})
     if fn is None and not args:
         return functools.partial(_decorated, keep=keep, verify=verify)
     if not callable(fn):
@@ -137,6 +144,8 @@ def region_of(fn: Any, keep: Any, verify: str) -> Region:
     settings = (place.part, key_of(keep), verify)
     region = by_settings.get(settings)
     if region is None:
+        while len(by_settings) >= MAX_SETTINGS:
+            del by_settings[next(iter(by_settings))]
         family = family_of(place.code, keep)
         region = by_settings[settings] = Region(place.name, family, keep, verify, place.module)
     return region
@@ -163,13 +172,16 @@ class _Wrapping:
         self.region: Region | None = None
 
     def __deepcopy__(self, memo: Any) -> _Wrapping:
-        return _Wrapping(self.keep, self.verify, self.inner)
+        return _Wrapping(self.keep, self.verify, copy.deepcopy(self.inner, memo))
 
     def __reduce__(self) -> Any:
-        return _Wrapping, (self.keep, self.verify, self.inner)
+        return _unpickled, (to_names(self.keep), self.verify, self.inner)
 
-    def region_for(self, module: Module, original: type) -> Region:
-        if self.region is None or self.region.module() is not module:
+    def region_for(self, module: Module, original: Any) -> Region:
+        if self.region is not None and self.region.module() is not module:  # a shallow copy shares our __dict__ entry
+            own = module.__dict__[_REGION] = _Wrapping(self.keep, self.verify, self.inner)
+            return own.region_for(module, original)
+        if self.region is None:
             code = getattr(original.forward, "__code__", original)
             self.region = Region(original.__name__, family_of(code, self.keep), self.keep, self.verify, module)
         return self.region
@@ -178,36 +190,40 @@ class _Wrapping:
 _classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 
 
-def _checkpointing_class(original: type) -> type:
+def _unpickled(keep: Any, verify: str, inner: Any) -> _Wrapping:
+    return _Wrapping(from_names(keep), verify, inner)
+
+
+def _checkpointing_class(original: Any) -> type:
     """A subclass with the same name whose forward is a region: as torch's parametrize and FSDP2 do it."""
     found = _classes.get(original)
     if found is not None:
         return found
-    inner = original.forward  # type: ignore[attr-defined]
 
-    @functools.wraps(inner)
+    @functools.wraps(original.forward)
     def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
+        fn = functools.partial(original.forward, self)  # looked up now: somebody may have replaced it
+        if torch.compiler.is_compiling():
+            return under_compile(fn, args, kwargs)
         wrapping: _Wrapping | None = self.__dict__.get(_REGION)
         if wrapping is None:
-            return inner(self, *args, **kwargs)
-        fn = wrapping.inner or functools.partial(inner, self)
+            return fn(*args, **kwargs)
+        fn = wrapping.inner or fn
         return wrapping.region_for(self, original).run(fn, args, kwargs)
 
     def reduce(self: Module, protocol: Any) -> Any:
         return _rebuilt, (original,), self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
 
-    made = type(
-        original.__name__,
-        (original,),
-        {
-            "forward": forward,
-            "__reduce_ex__": reduce,
-            "__module__": original.__module__,
-            "__qualname__": original.__qualname__,
-            "__doc__": original.__doc__,
-            "_elbowroom_original": original,
-        },
-    )
+    body = {
+        "forward": forward,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "_elbowroom_original": original,
+    }
+    if original.__reduce_ex__ is object.__reduce_ex__ and original.__reduce__ is object.__reduce__:
+        body["__reduce_ex__"] = reduce  # our class has no name to be imported by; a class with its own way keeps it
+    made = type(original.__name__, (original,), body)
     _classes[original] = made
     return made
 

@@ -17,16 +17,17 @@ from torch.nn import Module, Parameter
 
 from elbowroom.core.geometry import geometry_of, has_strided_storage, over
 from elbowroom.core.operators import Facts, written_arguments
-from elbowroom.core.policies import Candidate
 from elbowroom.core.program import (
     MADE, OPAQUE, PARAMETER, KeptRow, Operator, Ref, Slot, Value, refs_of, tensors_of,
 )  # fmt: skip
 from elbowroom.core.proof import AddressWatch, Rerun, fingerprint, in_generated_code, provable
 from elbowroom.core.replayer import hermetic
-from elbowroom.errors import ProofError, UsageError
+from elbowroom.errors import UsageError
 
 if TYPE_CHECKING:
     from elbowroom.core.recorder import Recorder
+
+UNSEEN_WRITE = "it was written without PyTorch seeing it"
 
 _TORCH = os.path.dirname(torch.__file__)
 _HERE = os.path.dirname(os.path.dirname(__file__))
@@ -56,8 +57,8 @@ class Draft:
             recorder.snapshot(recorder.program.snapshots.get(recorder.n_ops, ()))
         else:
             values = recorder.program.values
-            olds = [recorder.table[address] for address in self.written]
-            recorder.snapshot(tuple(v for v in olds if values[v].kind != MADE and values[v].read))
+            olds = [(recorder.table[address], overwrites) for address, (_, overwrites) in self.written.items()]
+            recorder.snapshot(tuple(v for v, over in olds if values[v].kind != MADE and (values[v].read or not over)))
         self.rerun: Rerun | None = None
         self.before: dict[int, tuple[Tensor, int]] = {}
         self.generated = recorder.watched and in_generated_code()
@@ -96,14 +97,14 @@ def look(recorder: Recorder, facts: Facts, args: Any, kwargs: Any) -> None:
             continue
         if value < len(values) and values[value].unfilled and id(tensor) not in writes:
             recorder.touch(tensor, "it was read before any recorded operator filled it")
-        elif type(tensor.grad_fn).__name__ == "CppFunction":
+        elif tensor.grad_fn is not None and "CppNode" in tensor.grad_fn.name():
             recorder.touch(tensor, "a C++ autograd function made it")
         elif value in recorder.prints and provable(tensor):
             with hermetic(recorder.tape.keys):
                 now = fingerprint(tensor)
             if now != recorder.prints[value]:
                 if recorder.program.values[value].kind == MADE:
-                    recorder.touch(tensor, "it was written without PyTorch seeing it")
+                    recorder.touch(tensor, UNSEEN_WRITE)
                 else:
                     recorder.lost.add(value)
                 recorder.prints[value] = now
@@ -124,11 +125,8 @@ def record(recorder: Recorder, draft: Draft, out: Any) -> None:
         bad, bad_writes, why = draft.rerun.differing(out, written, recorder.tape.keys)
     known = draft.known
     if known is not None and not _still_holds(recorder, known, bad, bad_writes, undeclared):
-        doubt = recorder.region.calls_in_doubt(recorder.program)
-        if known.scalars == draft.scalars and doubt:
-            recorder.failure = ProofError(
-                region=recorder.region.name, operator=str(draft.func), line=known.line, calls_in_doubt=doubt
-            )
+        if known.scalars == draft.scalars:
+            recorder.doubt(known)
         recorder.leave()
         known = None
     first_new = len(recorder.storages)
@@ -137,7 +135,7 @@ def record(recorder: Recorder, draft: Draft, out: Any) -> None:
             recorder.tape.variants[recorder.n_ops] = _variant(known, draft)
         recorder.follow(known, draft.args, draft.kwargs, out)
     else:
-        _append(recorder, draft, results, undeclared, bad, bad_writes, why)
+        _append(recorder, draft, out, undeclared, bad, bad_writes, why)
         recorder.n_ops += 1
     if recorder.proving:
         _take_prints(recorder, first_new, (draft.args, draft.kwargs, out))
@@ -177,7 +175,7 @@ def _still_holds(
 
 def _variant(known: Operator, draft: Draft) -> Operator:
     variant = Operator(known.func, known.facts, *draft.template)
-    for name in ("wiring", "reads", "outputs", "writes", "touched", "first_value", "line", "module"):
+    for name in ("wiring", "flat", "reads", "outputs", "writes", "touched", "first_value", "line", "module"):
         setattr(variant, name, getattr(known, name))
     variant.scalars = draft.scalars
     variant.grad_mode, variant.default_dtype = draft.grad_mode, draft.default_dtype
@@ -185,7 +183,7 @@ def _variant(known: Operator, draft: Draft) -> Operator:
 
 
 def _append(
-    recorder: Recorder, draft: Draft, results: list[Tensor], undeclared: dict[int, Tensor],
+    recorder: Recorder, draft: Draft, out: Any, undeclared: dict[int, Tensor],
     bad: set[int], bad_writes: set[int], why: str,
 ) -> None:  # fmt: skip
     program = recorder.program
@@ -194,7 +192,10 @@ def _append(
     op.grad_mode, op.default_dtype, op.touched = draft.grad_mode, draft.default_dtype, recorder.applied
     op.line, op.module = where(recorder)
     op.opaque = draft.generated
+    op.flat = type(out) is tuple and all(isinstance(t, Tensor) for t in out)
     op.proved = draft.rerun is not None and not bad and not bad_writes
+    if not (bad or bad_writes or undeclared):
+        why = ""
     if op.opaque:
         why = "a compiler's generated code ran it, among kernels that nobody sees"
     program.ops.append(op)
@@ -203,20 +204,22 @@ def _append(
         times_read[ref.value] = times_read.get(ref.value, 0) + 1
     written = dict(draft.written)
     written.update((address, (tensor, False)) for address, tensor in undeclared.items())
+    overwritten = {
+        recorder.table[a] for a, (_, only) in written.items() if only and times_read.get(recorder.table[a]) == 1
+    }
+    op.reads = tuple(v for v in times_read if v not in overwritten)
     writes = []
-    for address, (tensor, overwrites) in written.items():
+    for address, (tensor, _) in written.items():
         old = recorder.table[address]
-        reads_old = not (overwrites and times_read.get(old) == 1)
-        if not reads_old:
-            del times_read[old]
         opaque = op.opaque or address in bad_writes or address in undeclared
         new = _new_version(recorder, op, old, tensor, opaque, why, lost=address in undeclared)
-        writes.append((old, new, reads_old))
-    op.reads = tuple(times_read)
+        writes.append((old, new, old not in overwritten))
     op.writes = tuple(writes)
     for v in op.reads:
         program.values[v].read = True
-    op.outputs = tuple(_new_output(recorder, op, i, t, op.opaque or i in bad, why) for i, t in enumerate(results))
+    op.outputs = tuple(
+        _new_output(recorder, op, i, t, op.opaque or i in bad, why) for i, t in enumerate(tensors_of(out))
+    )
 
 
 def _new_version(recorder: Recorder, op: Operator, old: int, tensor: Tensor, opaque: bool, why: str, lost: bool) -> int:
@@ -226,9 +229,10 @@ def _new_version(recorder: Recorder, op: Operator, old: int, tensor: Tensor, opa
     if before.kind == MADE:
         before.keep = False
         held[old] = None
-    elif lost or not before.read:
-        if before.read:
-            recorder.lost.add(old)
+    elif lost:
+        recorder.lost.add(old)
+        held[old] = None
+    elif not before.read and old not in op.reads:
         held[old] = None
     address = recorder.storages[old]
     nbytes = tensor.untyped_storage().nbytes()
@@ -271,9 +275,7 @@ def _decide(recorder: Recorder, op: Operator, value: int, tensor: Tensor) -> Non
     if info.kind == OPAQUE:
         recorder.program.kept_rows.append(KeptRow(str(op.func), op.line, info.nbytes, info.why))
     else:
-        info.keep = recorder.region.policy(
-            Candidate(op.func, info.nbytes, tuple(tensor.shape), tensor.dtype, info.label, op.module, op.line)
-        )
+        info.keep = recorder.asks_to_keep(info, op, tensor)
     if info.at_hand:
         recorder.tape.held[value] = alias(tensor)
 
@@ -315,9 +317,7 @@ def label(recorder: Recorder, tensor: Tensor, text: str) -> bool:
     info.label = text
     if info.kind == MADE and not info.keep:
         op = recorder.program.ops[info.maker]
-        info.keep = recorder.region.policy(
-            Candidate(op.func, info.nbytes, tuple(tensor.shape), tensor.dtype, text, op.module, op.line)
-        )
+        info.keep = recorder.asks_to_keep(info, op, tensor)
         if info.keep:
             recorder.tape.held[value] = alias(tensor)
     return True
@@ -334,21 +334,20 @@ def conclude(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     program = recorder.program
     if recorder.following:
         bindings = _bindings(recorder) if recorder.proving else None
+        lost = [v for v in recorder.lost if v < len(program.counts) and program.counts[v]]
+        if lost:
+            recorder.doubt(next((op for op in program.ops if lost[0] in op.reads), None))
         if (
             recorder.strayed
             or len(recorder.storages) != len(program.values)
             or recorder.n_ops != len(program.ops)
             or recorder.n_slots != len(program.slots)
             or recorder.applied != program.touched_last
+            or lost
             or (bindings is not None and bindings != program.slots)
         ):
             if recorder.applied != program.touched_last and recorder.n_ops == len(program.ops):
-                doubt = recorder.region.calls_in_doubt(program)
-                if doubt and program.ops:
-                    last = program.ops[-1]
-                    recorder.failure = ProofError(
-                        region=recorder.region.name, operator=str(last.func), line=last.line, calls_in_doubt=doubt
-                    )
+                recorder.doubt(program.ops[-1] if program.ops else None)
             recorder.leave()
             program = recorder.program
     if not recorder.following:
@@ -386,7 +385,7 @@ def _look_again(recorder: Recorder) -> None:
             seen.add(value)
             if fingerprint(tensor) != recorder.prints[value]:
                 if recorder._kind(value) == MADE:
-                    recorder.touch(tensor, "it was written without PyTorch seeing it")
+                    recorder.touch(tensor, UNSEEN_WRITE)
                 else:
                     recorder.lost.add(value)
 

@@ -93,12 +93,14 @@ def replayable(function: F) -> F:
         needs = {"needs_input_grad": tuple(isinstance(a, Tensor) and a.requires_grad for a in args)}
         for recorder in watching:
             recorder.begin_function(own, args, needs)
-        out = None
         try:
             out = apply(*args)
-        finally:
+        except BaseException:
             for recorder in watching:
-                recorder.end_function(out)
+                recorder.abort_function()
+            raise
+        for recorder in watching:
+            recorder.end_function(out)
         return out
 
     function._elbowroom_call = call  # type: ignore[attr-defined]

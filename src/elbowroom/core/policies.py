@@ -114,4 +114,41 @@ def _listed(items: tuple[Any, ...]) -> Policy:
 def key_of(keep: Any) -> Any:
     """Equal for policies that decide alike, as far as can be seen: calls share programs only under equal keys."""
     policy = policy_of(keep)
-    return getattr(policy, "items", policy)
+    items = getattr(policy, "items", None)
+    if items is not None:
+        return items
+    code = getattr(policy, "__code__", None)
+    if code is None:
+        return policy
+    # A function written anew at each call is the same policy if its code and what it closes over are the same.
+    cells = tuple(id(cell.cell_contents) for cell in policy.__closure__ or ())  # type: ignore[attr-defined]
+    return (code, cells, policy.__defaults__)  # type: ignore[attr-defined]
+
+
+def to_names(keep: Any) -> Any:
+    """``keep`` in a form that pickles: operators in a list become their names."""
+    if isinstance(keep, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        keep = [keep]
+    if keep is None or isinstance(keep, str) or not isinstance(keep, Iterable):
+        return keep
+    operators = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+    return [_Named(str(item)) if isinstance(item, operators) else item for item in keep]
+
+
+def from_names(keep: Any) -> Any:
+    """The inverse of ``to_names``."""
+    if not isinstance(keep, list):
+        return keep
+    return [item.operator() if isinstance(item, _Named) else item for item in keep]
+
+
+class _Named(NamedTuple):
+    """An operator or packet by its name, such as ``aten.mm.default``."""
+
+    name: str
+
+    def operator(self) -> Any:
+        found: Any = torch.ops
+        for part in self.name.split("."):
+            found = getattr(found, part)
+        return found

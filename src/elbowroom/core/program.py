@@ -69,8 +69,8 @@ class Operator:
     """
 
     __slots__ = (
-        "args", "default_dtype", "facts", "first_value", "func", "grad_mode", "kwargs", "line", "module", "outputs",
-        "proved", "reads", "touched", "wiring", "writes", "scalars", "opaque",
+        "args", "default_dtype", "facts", "first_value", "flat", "func", "grad_mode", "kwargs", "line", "module",
+        "opaque", "outputs", "proved", "reads", "scalars", "touched", "wiring", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -90,6 +90,7 @@ class Operator:
         self.line = ""
         self.module = ""
         self.proved = False
+        self.flat = False  # it returns a tuple of tensors
         self.opaque = False
 
     @property
@@ -168,6 +169,7 @@ class Program:
     expected: list[tuple[Any, ...]] = field(default_factory=list)  # per slot: value, geometry, direct; for comparing
     layouts: tuple[Layout, Layout] | None = None  # of a tape: every slot has a handle; all but the direct ones have
     holds: frozenset[int] = frozenset()
+    remade: frozenset[int] = frozenset()  # kept values whose makers stay reachable, since that is free
     watched: bool = True  # addresses were watched while it was recorded from its first operator on
     unsaved: frozenset[int] = frozenset()  # sources that replays need and plain autograd would not have saved
     kept_rows: list[KeptRow] = field(default_factory=list)
@@ -190,6 +192,10 @@ class Program:
 
         ``counts[v] == 0`` means that nothing needs v; ``op_counts[k]`` is how many made values need operator k.
         """
+        self.remade = frozenset()
+        self.remade = frozenset(
+            i for i, v in enumerate(self.values) if v.kind == MADE and v.keep and self._can_remake(i)
+        )
         self.counts, self.op_counts = self.count(range(len(self.slots)))
         newest = {old for op in self.ops for old, _, _ in op.writes}
         self.direct = frozenset(
@@ -219,6 +225,15 @@ class Program:
         self.sweeps.clear()
         self.finished = True
 
+    def _can_remake(self, value: int) -> bool:
+        """Whether a kept value could be replayed at no cost in memory, should somebody change it (rule 7)."""
+        saved = {s.bound for s in self.slots}
+        leaves: set[int] = set()
+        at_hand = bytearray(v.at_hand for v in self.values)
+        for v in self.ops[self.values[value].maker].reads:
+            self.needs(v, at_hand, set(), leaves)
+        return all(self.values[v].kind == PARAMETER or v in saved or self.values[v].maker >= 0 for v in leaves)
+
     def layout(self, direct: frozenset[int]) -> Layout:
         """What a tape needs to know at the region's end, if autograd holds the sources of ``direct`` slots itself."""
         counts, op_counts = self.count(i for i in range(len(self.slots)) if i not in direct)
@@ -240,7 +255,7 @@ class Program:
             v = stack.pop()
             counts[v] += 1
             value = self.values[v]
-            if counts[v] > 1 or value.at_hand:
+            if counts[v] > 1 or (value.at_hand and v not in self.remade):
                 continue
             op_counts[value.maker] += 1
             if op_counts[value.maker] == 1:

@@ -23,10 +23,11 @@ from elbowroom.core import drafting
 from elbowroom.core.flags import Flags
 from elbowroom.core.geometry import Geometry, geometry_of, has_strided_storage, over
 from elbowroom.core.operators import Facts, facts_of
+from elbowroom.core.policies import Candidate
 from elbowroom.core.program import MADE, PARAMETER, SOURCE, Operator, Program, Slot, Value, tensors_of
-from elbowroom.core.replayer import LAZY_BITS, Handle, Keys, Tape, describe, version_of
+from elbowroom.core.replayer import LAZY_BITS, Handle, Tape, describe, version_of
 from elbowroom.core.rng import remember
-from elbowroom.errors import ChangedTensorError
+from elbowroom.errors import ChangedTensorError, ProofError
 
 if TYPE_CHECKING:
     from elbowroom.core.region import Region
@@ -92,7 +93,7 @@ def unpack(packed: Any) -> Tensor:
             return packed.tape.fetch(packed.index)  # type: ignore[no-any-return]
     if kind is tuple:  # a source that autograd holds itself, and the version it had
         tensor, version, program, value = packed
-        if tensor._version != version:
+        if tensor._version != version or (tensor.numel() and not tensor.untyped_storage().nbytes()):
             raise ChangedTensorError(
                 describe(program.values[value]),
                 recorded_version=version,
@@ -130,7 +131,6 @@ class Recorder(TorchDispatchMode):
         self.tape.adopt = self._adopt
         self.tape.slots_so_far = lambda: self.n_slots
         self.proving = proving and self.tape.fake is None
-        self.run_keys: Keys | None = None
         self.watched = watched and self.tape.fake is None
         self.stopped = False
         self.strayed = False  # a source is not what the program says, although no operator showed it yet
@@ -138,7 +138,8 @@ class Recorder(TorchDispatchMode):
             None  # inside a replayable function
         )
         self.deferred: list[tuple[Handle, Tensor]] = []  # what that function saved
-        self.failure: Exception | None = None
+        self.trouble: Exception | None = None  # our own failure: what went wrong in recording
+        self.failure: Exception | None = None  # what the user must hear when the region ends
         self.may_be_direct = False  # autograd may hold saved sources itself: no hooks are around us
         self.n_ops = 0
         self.n_slots = 0
@@ -187,7 +188,9 @@ class Recorder(TorchDispatchMode):
         if facts.simple:
             out = func(*args, **kwargs)
         else:
-            with torch._C._ForceDispatchKeyGuard(*self.run_keys):  # type: ignore[misc]
+            with torch._C._ForceDispatchKeyGuard(
+                torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set() - LAZY_BITS
+            ):
                 out = func(*args, **kwargs)
         if facts.is_view or self.stopped:
             return out
@@ -226,6 +229,13 @@ class Recorder(TorchDispatchMode):
         self.paused = (call, args, kwargs, step)
         self.expected = []
 
+    def abort_function(self) -> None:
+        """The function raised: it made nothing, and this call is not what the program says."""
+        self.paused = None
+        self.deferred = []
+        if self.following:
+            self.leave()
+
     def end_function(self, out: Any) -> None:
         """The function is done; what it saved comes after what it returned, as ``FunctionCall`` returns them."""
         assert self.paused is not None
@@ -249,7 +259,6 @@ class Recorder(TorchDispatchMode):
     def _learn_keys(self) -> None:
         include = torch._C._dispatch_tls_local_include_set()
         exclude = torch._C._dispatch_tls_local_exclude_set() - LAZY_BITS
-        self.run_keys = (include, exclude)
         self.tape.keys = (include - _PYTHON, exclude)
 
     def _before(self, func: Any, facts: Facts, args: Any, kwargs: Any) -> Operator | drafting.Draft | None:
@@ -275,6 +284,15 @@ class Recorder(TorchDispatchMode):
         if facts.seeded:
             self.tape.rng[k] = remember(args, kwargs)
         if known is None or known.wiring != wiring or known.touched != self.applied or self.strayed:
+            if (
+                known is not None
+                and known.wiring == wiring
+                and any(
+                    why == drafting.UNSEEN_WRITE
+                    for _, _, why in (self.touched[v] for v in self.touched if v >= self.n_sure)
+                )
+            ):
+                self.doubt(known)
             known = self._elsewhere(wiring) if self.following else None
         if known is not None and not self.proving and known.scalars == scalars:
             if known.writes:
@@ -302,7 +320,9 @@ class Recorder(TorchDispatchMode):
             elif kind is int or kind is bool:
                 scalars += (kind, item)
             elif kind is float:
-                scalars += (kind, item if item else repr(item))  # 0.0 is not -0.0
+                scalars += (kind, item if item and item == item else repr(item))  # 0.0 is not -0.0, NaN is NaN
+            elif kind is complex:
+                scalars += (kind, repr(item))
             elif kind is list or kind is tuple:
                 wiring.append(len(item))
                 self._encode(item, wiring, scalars)
@@ -340,7 +360,11 @@ class Recorder(TorchDispatchMode):
             return False
         held = self.tape.held
         made = range(sibling.ops[k].first_value)
-        if not all(self._fits(sibling, v) for v in made if sibling.values[v].kind in (SOURCE, PARAMETER) and held[v] is not None):
+        if not all(
+            self._fits(sibling, v)
+            for v in made
+            if sibling.values[v].kind in (SOURCE, PARAMETER) and held[v] is not None
+        ):
             return False
         return all(held[v] is not None or v in self.aliases for v in made if v in sibling.holds) and not any(
             at < k and not set(old) <= {v for v in made if held[v] is not None} for at, old in sibling.snapshots.items()
@@ -389,7 +413,7 @@ class Recorder(TorchDispatchMode):
         """The number of the value under a tensor; one never met is a source from here on."""
         try:
             storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
+        except (NotImplementedError, RuntimeError, ValueError):  # the last: a parameter not yet initialized
             return self._identity(tensor)
         address = storage._cdata
         value = self.table.get(address)
@@ -446,7 +470,7 @@ class Recorder(TorchDispatchMode):
     def _see(self, args: Any) -> None:
         """A view operator makes no value, but its base may be a source met here for the first time."""
         for item in args:
-            if isinstance(item, Tensor):
+            if isinstance(item, Tensor) and not isinstance(item, torch.nn.parameter.UninitializedTensorMixin):
                 known = len(self.storages)
                 value = self._value(item)
                 if self.following and value == known and not self._fits(self.program, value):
@@ -518,9 +542,7 @@ class Recorder(TorchDispatchMode):
             self._follow_writes(op, args, kwargs)
         if op.outputs:
             kind = type(out)
-            results = (
-                (out,) if kind is Tensor else out if kind is tuple and len(out) == len(op.outputs) else tensors_of(out)
-            )
+            results = (out,) if kind is Tensor else out if op.flat else tensors_of(out)
             for value, tensor in zip(op.outputs, results, strict=True):
                 if value >= 0:
                     storage = tensor.untyped_storage()
@@ -629,6 +651,26 @@ class Recorder(TorchDispatchMode):
 
     # Beginning and end --------------------------------------------------------------------------------------------
 
+    def asks_to_keep(self, value: Value, op: Operator, tensor: Tensor) -> bool:
+        """What the policy says; if it raises, that is the user's error: told when the region ends."""
+        candidate = Candidate(op.func, value.nbytes, tuple(tensor.shape), tensor.dtype, value.label, op.module, op.line)
+        try:
+            return bool(self.region.policy(candidate))
+        except Exception as error:
+            self.failure = self.failure or error
+            return False
+
+    def doubt(self, op: Operator | None) -> None:
+        """The proof no longer holds: an error, if calls ran since it last held (rule 9)."""
+        calls = self.region.calls_in_doubt(self.program)
+        if calls and self.failure is None:
+            self.failure = ProofError(
+                region=self.region.name,
+                operator=str(op.func) if op else "an input",
+                line=op.line if op else "unknown",
+                calls_in_doubt=calls,
+            )
+
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the region, once (rule 1)."""
         hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
@@ -647,6 +689,8 @@ class Recorder(TorchDispatchMode):
         finally:
             stack.pop()
             self._end(args, kwargs)
+        if self.trouble is not None and not self.region.warned:
+            self._warn(self.trouble)
         if self.failure is not None:
             raise self.failure
         if outer is not None:
@@ -674,11 +718,18 @@ class Recorder(TorchDispatchMode):
     def _stop(self, error: Exception) -> None:
         """The recorder failed: torch must not see it. Keep everything from here on, and say so once (rule 1)."""
         self.stopped = True
-        if not self.region.warned:
-            self.region.warned = True
-            warnings.warn(
-                f"elbowroom: recording region {self.region.name} failed ({type(error).__name__}: {error}); what it saves "
-                f"from here on is kept as without checkpointing. Gradients stay right. Please report this.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        self.expected = []
+        for v, held in enumerate(self.tape.held):  # writes from here on are seen by nobody but the counters
+            if isinstance(held, Tensor):
+                self.tape.versions[v] = version_of(held)
+        self.trouble = self.trouble or error
+
+    def _warn(self, error: Exception) -> None:
+        """Once a region, and only when it has ended: a warning may be an error, which must not go through torch."""
+        self.region.warned = True
+        warnings.warn(
+            f"elbowroom: recording region {self.region.name} failed ({type(error).__name__}: {error}); what it saves "
+            f"from here on is kept as without checkpointing. Gradients stay right. Please report this.",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.nn import Module
 
 from elbowroom.core.policies import Policy, everything, key_of, policy_of
@@ -83,9 +84,7 @@ class Region:
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``fn``, recording it where backward will ask for something; else plainly (rule 1)."""
         if torch.compiler.is_compiling():
-            from torch.utils.checkpoint import checkpoint
-
-            return checkpoint(fn, *args, use_reentrant=False, **kwargs)
+            return under_compile(fn, args, kwargs)
         if self.policy is everything or _plain():
             return fn(*args, **kwargs)
         program = self.last
@@ -125,6 +124,11 @@ class Region:
         return [program for program, _ in found]
 
 
+def under_compile(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A region inside ``torch.compile``: Dynamo knows torch's own checkpoint, and plans with it (rule 1)."""
+    return torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=False, **kwargs)
+
+
 def _plain() -> bool:
     """Whether backward will ask for nothing, or torch is tracing: then a region is a plain call (rule 1)."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
@@ -149,4 +153,9 @@ def family_of(code: Any, keep: Any) -> Family:
     """The family of a piece of code (a code object, or whatever stands for it) under a policy."""
     with _families_lock:
         by_policy = _families.setdefault(code, {})
-        return by_policy.setdefault(key_of(keep), Family())
+        key = key_of(keep)
+        if key not in by_policy:
+            while len(by_policy) >= MAX_PROGRAMS:
+                del by_policy[next(iter(by_policy))]
+            by_policy[key] = Family()
+        return by_policy[key]

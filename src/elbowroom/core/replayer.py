@@ -103,10 +103,10 @@ class Tape:
     """The record of one call of a region; lives until its last handle is gone."""
 
     __slots__ = (
-        "__weakref__", "_by_slot", "_cache", "_cache_versions", "_called_back", "_counts", "_early", "_hand", "_live",
-        "_lock", "_op_counts", "_pending", "_task", "_waiting", "activations", "adopt", "direct", "fake", "flags", "held", "is_open", "keys", "program",
-        "rng",
-        "slots_so_far", "variants", "versions",
+        "__weakref__", "_by_slot", "_cache", "_cache_versions", "_called_back", "_counts", "_early", "_hand",
+        "_live", "_lock", "_op_counts", "_pending", "_task", "_unpacked", "_waiting", "activations", "adopt",
+        "direct", "fake", "flags", "held", "is_open", "keys", "program", "rng", "slots_so_far", "variants",
+        "versions",
     )  # fmt: skip
 
     def __init__(self, program: Program) -> None:
@@ -134,6 +134,7 @@ class Tape:
         self._cache_versions: dict[int, int | None] = {}
         self._pending: dict[int, int] = {}
         self._by_slot: dict[int, tuple[int, ...]] = {}
+        self._unpacked: dict[int, Tensor] = {}
         self._task = -2
         self._called_back = -2
 
@@ -176,7 +177,7 @@ class Tape:
             tensor = self.held[v]
             if isinstance(tensor, Tensor):
                 self._hand[v] = 1
-                self.versions[v] = version_of(tensor)
+                self.versions.setdefault(v, version_of(tensor))
         self._task = -2
         self.adopt = self.slots_so_far = None
         self.is_open = False
@@ -211,6 +212,8 @@ class Tape:
                 base = self._sweep(value)
                 if self.adopt is not None:
                     self.adopt(base, value)
+            if self._unpacked and task != -1:
+                self._call_back()
             recorded = program.values[value].geometry
             if slot.geometry is recorded or _undisturbed():
                 tensor = view(base, recorded, slot.geometry)
@@ -253,7 +256,7 @@ class Tape:
                 if not self._pending[v]:
                     self._uncache(v)
         elif self._task == -1:
-            self._drop_cache()
+            self._drop_cache()  # nobody's pass: a look from outside leaves nothing behind
 
     def _at_hand(self, value: int, steps: tuple[Any, ...] = ()) -> Tensor | None:
         """The base of a value if it is at hand and unchanged. Changed: replay it if that is possible, else raise (rule 7)."""
@@ -269,7 +272,9 @@ class Tape:
             return None
         held = self.held[value]
         if isinstance(held, Packed):
-            return held.unpack(held.content)
+            if value not in self._unpacked:  # once in a pass: torch's own checkpoint allows no more
+                self._unpacked[value] = held.unpack(held.content)
+            return self._unpacked[value]
         assert held is not None
         version = None if self.is_open else self.versions[value]
         if version is None or held._version == version:
@@ -325,10 +330,15 @@ class Tape:
         self._by_slot = sweep.by_slot
         for v in [v for v in self._cache if v not in self._pending and v != target]:
             self._uncache(v)
-        if self._task != -1 and self._called_back != self._task:
+        if self._task != -1:
+            self._call_back()
+        return env[target]
+
+    def _call_back(self) -> None:
+        """Have torch tell us when this backward pass is over."""
+        if self._called_back != self._task:
             self._called_back = self._task
             _at_end_of_task(self)
-        return env[target]
 
     def _run(self, k: int, env: dict[int, Tensor], ours: frozenset[int]) -> None:
         """Replay operator ``k``: its arguments from ``env``, its results into ``env``. Never writes to what others hold."""
@@ -425,8 +435,9 @@ class Tape:
             if self._hand[v] == 2:
                 self._uncache(v)
             self.held[v] = None
+            self._unpacked.pop(v, None)
             self._hand[v] = 0
-            if values[v].at_hand:
+            if values[v].at_hand and v not in self.program.remade:
                 continue
             k = values[v].maker
             self._op_counts[k] -= 1
@@ -451,6 +462,7 @@ class Tape:
     def _drop_cache(self) -> None:
         for v in list(self._cache):
             self._uncache(v)
+        self._unpacked.clear()
         self._pending = {}
         self._by_slot = {}
 

@@ -46,6 +46,17 @@ def remember(args: tuple[Any, ...], kwargs: dict[str, Any]) -> States:
 
 
 @contextmanager
+def standing_still(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Leave the generators that a call may draw from as they were found."""
+    found = remember(args, kwargs)
+    try:
+        yield
+    finally:
+        for generator, state in found:
+            generator.set_state(state)
+
+
+@contextmanager
 def drawing_from(states: States, facts: Facts, kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Run an operator with its generators where they stood; yields the keyword arguments to call it with.
 

@@ -124,7 +124,7 @@ def record(recorder: Recorder, draft: Draft, out: Any) -> None:
         written = [t for t, _ in draft.written.values()]
         bad, bad_writes, why = draft.rerun.differing(out, written, recorder.tape.keys)
     known = draft.known
-    if known is not None and not _still_holds(recorder, known, bad, bad_writes, undeclared):
+    if known is not None and not _still_holds(recorder, known, len(results), bad, bad_writes, undeclared):
         if known.scalars == draft.scalars:
             recorder.doubt(known)
         recorder.leave()
@@ -165,9 +165,11 @@ def _take_prints(recorder: Recorder, first_new: int, tree: Any) -> None:
 
 
 def _still_holds(
-    recorder: Recorder, known: Operator, bad: set[int], bad_writes: set[int], undeclared: dict[int, Tensor]
+    recorder: Recorder, known: Operator, n_results: int, bad: set[int], bad_writes: set[int], undeclared: dict[int, Tensor]
 ) -> bool:
     values = recorder.program.values
+    if len(known.outputs) != n_results:
+        return False  # other scalars (sizes to split into) made another number of results
     if undeclared or any(known.outputs[i] >= 0 and values[known.outputs[i]].kind == MADE for i in bad):
         return False
     return all(values[new].kind != MADE or recorder.storages[old] not in bad_writes for old, new, _ in known.writes)
@@ -277,16 +279,17 @@ def _decide(recorder: Recorder, op: Operator, value: int, tensor: Tensor) -> Non
     else:
         info.keep = recorder.asks_to_keep(info, op, tensor)
     if info.at_hand:
-        recorder.tape.held[value] = alias(tensor)
+        recorder.tape.held[value] = alias(tensor, info.geometry)
 
 
 def opaque_value(recorder: Recorder, of: int, tensor: Tensor, why: str) -> Value:
     """The version of ``of`` that began when its address was taken."""
     program = recorder.program
+    before = program.values[of]
     nbytes = tensor.untyped_storage().nbytes()
-    value = Value(OPAQUE, -1, nbytes, geometry_of(tensor), tensor.device, why)
+    value = Value(OPAQUE, -1, nbytes, before.geometry, tensor.device, why)
     value.alias_of = of
-    maker = program.values[of].maker
+    maker = before.maker
     op = program.ops[maker] if maker >= 0 else None
     program.kept_rows.append(KeptRow(str(op.func) if op else "an input", op.line if op else "", nbytes, why))
     return value
@@ -312,14 +315,16 @@ def label(recorder: Recorder, tensor: Tensor, text: str) -> bool:
     if value is None:
         return False
     if recorder.following:
-        return True  # the program knows
+        if recorder.program.values[value].label == text:
+            return True  # the program knows
+        recorder.leave()
     info = recorder.program.values[value]
     info.label = text
     if info.kind == MADE and not info.keep:
         op = recorder.program.ops[info.maker]
         info.keep = recorder.asks_to_keep(info, op, tensor)
         if info.keep:
-            recorder.tape.held[value] = alias(tensor)
+            recorder.tape.held[value] = alias(tensor, info.geometry)
     return True
 
 
@@ -399,8 +404,12 @@ def _bindings(recorder: Recorder) -> list[Slot]:
     for i, slot in enumerate(recorder.program.slots[: recorder.n_slots]):
         newest = recorder.table[recorder.storages[slot.value]]
         tensor, version = recorder.late.get(i, (None, None))
-        dead = ""
-        if newest != slot.value and (tensor is None or tensor.is_inference() or tensor._version != version):
+        dead = slot.dead if tensor is None else ""
+        if tensor is None and newest != slot.value and not recorder.following:
+            # Saved while a program was followed that this call left: what that program knew still holds of it. Where it
+            # knew of no write, the old content is what plain autograd saved.
+            newest = slot.value if slot.bound == slot.value else newest
+        elif newest != slot.value and (tensor is None or tensor.is_inference() or tensor._version != version):
             touched_only = newest < len(values) and values[newest].alias_of == slot.value
             if not (touched_only or torch.autograd.graph._allow_mutation_on_saved_tensors_enabled):
                 dead = (
@@ -411,7 +420,7 @@ def _bindings(recorder: Recorder) -> list[Slot]:
         if values[newest].unfilled and tensor is not None and not recorder.following:
             info = values[newest]
             info.kind, info.why = OPAQUE, "it was saved before any recorded operator filled it"
-            recorder.tape.held[newest] = alias(tensor)
+            recorder.tape.held[newest] = alias(tensor, info.geometry)
         slots.append(Slot(slot.value, slot.geometry, newest, dead))
     return slots
 
@@ -431,7 +440,7 @@ def _keep_what_lost_its_source(recorder: Recorder) -> None:
             continue
         value = program.values[slot.bound]
         value.kind, value.why = OPAQUE, "the input it was computed from was overwritten"
-        recorder.tape.held[slot.bound] = alias(recorder.late[i][0])
+        recorder.tape.held[slot.bound] = alias(recorder.late[i][0], value.geometry)
         op = program.ops[value.maker]
         program.kept_rows.append(KeptRow(str(op.func), op.line, value.nbytes, value.why))
     program.finish()

@@ -68,6 +68,7 @@ class Facts:
 
     __slots__ = (
         "communicates",
+        "dynamic",
         "empty",
         "is_view",
         "lies",
@@ -100,6 +101,7 @@ class Facts:
         self.is_view = metadata_only or packet in _HIDDEN_VIEWS or (returns_alias and not written)
         self.lies = _LIARS.get(packet)
         self.unrecorded = self.is_view or self.communicates or self.resizes
+        self.dynamic = Tag.dynamic_output_shape in tags or Tag.data_dependent_output in tags
         self.seeded = Tag.nondeterministic_seeded in tags
         self.private_generator = any(a.name == "generator" for a in schema.arguments)
         self.scratch = SCRATCH_OUTPUTS.get(packet, frozenset())
@@ -114,7 +116,7 @@ class Facts:
             facts.private_generator
         ) = False
         facts.lies = None
-        facts.seeded = True
+        facts.seeded = facts.dynamic = True
         facts.writes = ()
         facts.scratch = frozenset()
         return facts

@@ -181,7 +181,7 @@ class Program:
         draft = Program(self.region)
         draft.ops = self.ops[:n_ops]
         draft.values = [copy.copy(v) for v in self.values[:n_values]]
-        draft.slots = [s._replace(bound=s.value, dead="") for s in self.slots[:n_slots]]
+        draft.slots = self.slots[:n_slots]
         draft.kept_rows = list(self.kept_rows)
         return draft
 

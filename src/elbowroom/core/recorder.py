@@ -56,15 +56,23 @@ def recorders() -> list[Recorder]:
     return active.recorders  # type: ignore[no-any-return]
 
 
-def alias(tensor: Tensor) -> Tensor:
-    """A detached alias that shares the version counter, also inside a handler, where torch's own would not (rule 7)."""
+def alias(tensor: Tensor, geometry: Geometry | None = None) -> Tensor:
+    """A detached alias that shares the version counter, also inside a handler, where torch's own would not (rule 7).
+
+    With ``geometry`` it looks at the storage that way: what is held of a value has the geometry the program says.
+    """
     if tensor.is_inference():
         return tensor
     exclude = torch._C._dispatch_tls_local_exclude_set() - _ALIAS_KEYS
     if type(tensor) in (Tensor, Parameter):
         exclude = exclude | _PYTHON  # an outer mode must not see it
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude):
-        return tensor.detach()
+        mine = tensor.detach()
+        if geometry is None or geometry.fits(mine) or mine.untyped_storage().nbytes() < geometry.extent_bytes:
+            return mine
+        if mine.dtype is not geometry.dtype or mine.is_conj() or mine.is_neg() or geometry.conj or geometry.neg:
+            return over(mine.untyped_storage(), geometry, mine.device)
+        return mine.as_strided(geometry.size, geometry.stride, geometry.offset)
 
 
 class Flattened:
@@ -532,7 +540,7 @@ class Recorder(TorchDispatchMode):
         value = self.table.get(tensor.untyped_storage()._cdata)
         if value is None or self._kind(value) != MADE or any(v == value for v, _, _ in self.pending):
             return  # a source or an opaque value is held as it is anyway
-        self.pending.append((value, alias(tensor), why))
+        self.pending.append((value, alias(tensor, self.base_geometry(value)), why))
 
     def follow(self, op: Operator, args: Any, kwargs: Any, out: Any) -> None:
         """The steady state after an operator ran: number what it made, hold what the program holds."""
@@ -574,7 +582,7 @@ class Recorder(TorchDispatchMode):
 
     def _hold(self, value: int, tensor: Tensor) -> Tensor | None:
         info = self.program.values[value]
-        mine = alias(tensor)
+        mine = alias(tensor, info.geometry)
         if info.kind == MADE and not (info.keep and self.program.counts[value]):
             self.aliases[value] = mine  # held only once it is touched
             return None

@@ -221,9 +221,11 @@ class Tape:
                 assert self.keys is not None
                 with hermetic(self.keys, self.fake):
                     tensor = view(base, recorded, slot.geometry)
-            self._asked(index)
-            if self._hand[value] == 2 and _asked_by_python():
-                # A Python backward may write on what it saved through a raw pointer; others still replay from it.
+            if task == -1 or not _asked_by_python():
+                self._asked(index)
+            elif self._hand[value] == 2 and self._pending.get(value, 0) > 1:
+                # A Python backward may write on what it saved through a raw pointer, and others still replay from it. It
+                # may also ask again, so its wait ends with its handle.
                 tensor = tensor.clone()
             return tensor
 
@@ -385,6 +387,11 @@ class Tape:
                 torch.set_default_dtype(default_dtype)
         for v, result in zip(op.outputs, (out,) if isinstance(out, Tensor) else tensors_of(out), strict=True):
             if v >= 0:
+                geometry = values[v].geometry
+                if (op.facts.dynamic or k in self.variants) and geometry is not None and not geometry.fits(result):
+                    # Its shape hangs on data or scalars: readers were compared by the geometry that the program says.
+                    if result.untyped_storage().nbytes() >= geometry.extent_bytes:
+                        result = over(result.untyped_storage(), geometry, result.device)
                 env[v] = result
         for old, new, _ in op.writes:
             geometry = values[new].geometry

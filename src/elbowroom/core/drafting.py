@@ -81,7 +81,7 @@ class Draft:
                     self.before[address] = (tensor, recorder.prints[value])
             states = recorder.tape.rng.get(recorder.n_ops, ())
             written = [t for t, _ in self.written.values()]
-            self.rerun = Rerun(self.func, self.facts, self.args, self.kwargs, written, states)
+            self.rerun = Rerun(self.func, self.facts, self.args, self.kwargs, written, states, self.grad_mode)
 
 
 def look(recorder: Recorder, facts: Facts, args: Any, kwargs: Any) -> None:
@@ -504,7 +504,7 @@ def where(recorder: Recorder) -> tuple[str, str]:
             owner = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
             if isinstance(owner, Module):
                 module = recorder.region.path_of(owner) if root is not None else type(owner).__name__
-        if frame.f_code.co_filename == __file__.replace("drafting.py", "recorder.py") and frame.f_code.co_name == "run":
+        if line and module:
             break
         frame = frame.f_back  # type: ignore[assignment]
     return line or "unknown", module

@@ -113,11 +113,12 @@ class Rerun:
         kwargs: dict[str, Any],
         written: Iterable[Tensor],
         states: States,
+        grad_mode: bool,
     ) -> None:
         self.func = func
         self.facts = facts
         self.states = states
-        self.grad_mode = torch.is_grad_enabled()
+        self.grad_mode = grad_mode
         self.scratch: dict[int, torch.UntypedStorage] = {}
         for tensor in written:
             storage = tensor.untyped_storage()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from elbowroom import core
-from elbowroom.core import Proof
+from elbowroom.core.inspection import Proof
 from elbowroom.errors import UsageError
 from elbowroom.fitting.measure import measure_steps
 from elbowroom.fitting.regions import find_regions

@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from elbowroom.core import wrap
+from elbowroom.core.checkpoint import wrap
 from elbowroom.errors import UsageError
 from elbowroom.fitting.regions import find_regions
 from elbowroom.models.gpt import GPT, PRESETS

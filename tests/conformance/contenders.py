@@ -102,22 +102,21 @@ CONTENDERS: dict[str, Callable[[], Any]] = {
     "keep-everything": lambda: Elbowroom(keep="everything", saves_memory=False),
     "keep-matmuls": lambda: Elbowroom(keep="matmuls"),
     "keep-attention": lambda: Elbowroom(keep="attention"),
-    "keep-half": lambda: Elbowroom(keep=every_second_value(), saves_memory=False),
+    "keep-half": lambda: Elbowroom(keep=EverySecond(), saves_memory=False),
     "verify-always": lambda: Elbowroom(verify="always"),
     "verify-never": lambda: Elbowroom(verify="never"),
 }
 
 
-def every_second_value() -> Callable[[Any], bool]:
+class EverySecond:
     """A policy that says yes and no in turn: kept values next to replayed ones, whatever the operators are."""
-    asked = 0
 
-    def policy(_value: Any) -> bool:
-        nonlocal asked
-        asked += 1
-        return asked % 2 == 0
+    def __init__(self) -> None:
+        self.asked = 0
 
-    return policy
+    def __call__(self, _value: Any) -> bool:
+        self.asked += 1
+        return self.asked % 2 == 0
 
 
 def contender(name: str) -> Any:
@@ -132,5 +131,3 @@ def contender(name: str) -> Any:
     if name not in CONTENDERS:
         raise KeyError(f"no contender {name!r}: one of {', '.join(CONTENDERS)}, or a file")
     return CONTENDERS[name]()
-
-

@@ -1,8 +1,9 @@
 """Bit for bit: comparing what a contender computed with what a plain call computes.
 
-A *program* is a function ``program(call)`` that builds all it needs, runs regions through ``call(fn, *args)`` and returns
-what is to be compared (tensors, numbers, nested lists and dicts of them). It runs once with a plain call and once with the
-contender, from the same seeds of torch, numpy and ``random``; results and the three random streams must agree.
+A *program* is a function ``program(call)`` that builds all it needs, runs regions through ``call(fn, *args)`` and
+returns what is to be compared (tensors, numbers, nested lists and dicts of them). It runs once with a plain call and
+once with the contender, from the same seeds of torch, numpy and ``random``; results and the three random streams must
+agree.
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ def assert_same_bits(expected: Any, found: Any, where: str = "result") -> None:
         for field in dataclasses.fields(expected):
             assert_same_bits(getattr(expected, field.name), getattr(found, field.name), f"{where}.{field.name}")
     else:
-        assert expected == found or (expected != expected and found != found), f"{where}: expected {expected!r}, found {found!r}"
+        assert expected == found or (expected != expected and found != found), (
+            f"{where}: expected {expected!r}, found {found!r}"
+        )
 
 
 def _difference(expected: torch.Tensor, found: torch.Tensor) -> str:
@@ -135,8 +138,8 @@ def training(
     """The usual program: one region trained for some steps, with other inputs in every step.
 
     ``build()`` gives the callable of the region (a module, or a function; a function's parameters are found in its
-    ``parameters`` attribute). ``inputs()`` gives fresh arguments. Compared: outputs, gradients of inputs and parameters,
-    buffers. From the second step on the contender is in its steady state.
+    ``parameters`` attribute). ``inputs()`` gives fresh arguments. Compared: outputs, gradients of inputs and
+    parameters, buffers. From the second step on the contender is in its steady state.
     """
 
     def program(call: Callable[..., Any]) -> Any:

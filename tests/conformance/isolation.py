@@ -1,15 +1,17 @@
 """A process for each test that needs one: memory figures, the garbage collector, process groups, crashes.
 
-Starting an interpreter and importing torch takes seconds, so one server process imports it and forks a child per request.
-The server never runs autograd itself, so its children start clean. A child that dies (a segmentation fault, an abort)
-is reported by its signal; it takes no other test with it.
+Starting an interpreter and importing torch takes seconds, so one server process imports it and forks a child per
+request. The server never runs autograd itself, so its children start clean. A child that dies (a segmentation fault,
+an abort) is reported by its signal; it takes no other test with it.
 
     python -m tests.conformance.isolation        # reads requests from stdin, one JSON object per line
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import signal
@@ -74,7 +76,7 @@ def load_case(name: str) -> Any:
 
 
 def run_here(target: str, contender_name: str) -> dict[str, Any]:
-    """Run one target in this process. ``raised`` names the class of an error that the case accepted as the right answer."""
+    """Run one target in this process. ``raised`` names the classes of an error that the case accepted as right."""
     import torch
 
     from tests.conformance import contenders
@@ -166,13 +168,11 @@ def serve() -> None:
     """Answer requests until stdin ends."""
     import torch
     import torch._dynamo  # the checkpoint of torch imports it at its first call: seconds, once instead of in each child
-    import torch.distributed.algorithms._checkpoint.checkpoint_wrapper  # noqa: F401
+    import torch.distributed.algorithms._checkpoint.checkpoint_wrapper
 
     torch.set_num_threads(1)
-    try:
+    with contextlib.suppress(ImportError):  # the contenders "plain" and "torch" need none
         import elbowroom  # noqa: F401
-    except ImportError:
-        pass  # the contenders "plain" and "torch" need none
     for line in sys.stdin:
         print(json.dumps(_serve_one(json.loads(line))), flush=True)
 

@@ -29,7 +29,9 @@ def test_kind_031_grad_variants(equal_to_plain: Any) -> None:
             a, b = call(lambda t: (torch.tanh(t @ w), (t @ w).exp()), h)
             seen += torch.autograd.grad([a, b], [x, w], [torch.ones_like(a), a.detach()], retain_graph=True)
             seen += torch.autograd.grad(a.sum(), [h, unused], retain_graph=True, allow_unused=True)
-            seen += torch.autograd.grad(b.sum(), [x, unused], retain_graph=True, allow_unused=True, materialize_grads=True)
+            seen += torch.autograd.grad(
+                b.sum(), [x, unused], retain_graph=True, allow_unused=True, materialize_grads=True
+            )
             torch.autograd.backward([a.sum(), b.sum()], inputs=[w])
         return seen, grads(x, w)
 
@@ -69,8 +71,8 @@ def test_kind_031_branches_one_by_one(equal_to_plain: Any) -> None:
         seen = []
         for order in ((0, 1, 2), (2, 0, 1)):
             x, w = leaf(4), leaf(4)
-            shared = call(lambda t: t.sin() * w, x)
-            outs = call(lambda t: (t.exp(), (t * w).tanh(), t.cos().exp()), shared)
+            shared = call(lambda t, w: t.sin() * w, x, w)
+            outs = call(lambda t, w: (t.exp(), (t * w).tanh(), t.cos().exp()), shared, w)
             for n in order:
                 outs[n].sum().backward(retain_graph=True)
                 seen.append(grads(x, w))

@@ -17,7 +17,7 @@ def leaf(*shape: int) -> torch.Tensor:
 
 
 def test_kind_040_parameter_hooks_with_accumulation(equal_to_plain: Any) -> None:
-    """Hooks of a weight used in two regions, over micro-batches: how often they fire, in which order, with which gradient."""
+    """Hooks of a weight used in two regions, over micro-batches: how often, in which order, with what."""
 
     def program(call: Any) -> Any:
         tied, own = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -65,7 +65,9 @@ def test_kind_043_hooks_come_and_go(equal_to_plain: Any) -> None:
     def program(call: Any) -> Any:
         module, x, calls = nn.Linear(4, 4), leaf(3, 4), []
         for n in range(3):
-            handle = module.register_forward_hook(lambda m, i, o, n=n: (calls.append(n), handle.remove(), o.sin())[2])
+            handles: list[Any] = []
+            hook = lambda m, i, o, n=n, h=handles: (calls.append(n), h.pop().remove(), o.sin())[2]  # noqa: E731
+            handles.append(module.register_forward_hook(hook))
             y = call(lambda t: torch.tanh(module(t)), x)
             late = module.register_forward_hook(lambda m, i, o: o * 100)
             y.sum().backward()
@@ -76,13 +78,19 @@ def test_kind_043_hooks_come_and_go(equal_to_plain: Any) -> None:
 
 
 def test_kind_058_exceptions_of_all_kinds(contender: Any) -> None:
-    """The very exception object comes out, whatever it is, also from deep inside and from a nested region; nothing is left on."""
+    """The very exception object comes out, also of a nested region, and nothing is left switched on."""
 
     class Stop(BaseException):
         pass
 
     x = leaf(5)
-    for error in (ValueError("bad batch"), KeyboardInterrupt(), torch.OutOfMemoryError("full"), Stop(), StopIteration(3)):
+    for error in (
+        ValueError("bad batch"),
+        KeyboardInterrupt(),
+        torch.OutOfMemoryError("full"),
+        Stop(),
+        StopIteration(3),
+    ):
 
         def bad(t: torch.Tensor, error: BaseException = error) -> torch.Tensor:
             h = t.sin().exp()
@@ -198,7 +206,7 @@ def test_kind_067_mutation_allowed_around(equal_to_plain: Any) -> None:
 
 
 def test_kind_077_steps_inside_backward(equal_to_plain: Any) -> None:
-    """Momentum and Adam stepping each weight from its post-accumulate hook, gradient set to None, over several steps."""
+    """Adam stepping each weight from its post-accumulate hook, gradient set to None, over several steps."""
 
     def program(call: Any) -> Any:
         module, x = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]), leaf(3, 4)

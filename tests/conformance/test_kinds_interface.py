@@ -20,14 +20,32 @@ def leaf(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "extra",
-    [3, 2.5, None, "sum", True, 1 + 2j, (1, 2), [3.0], {"a": 1}, {1, 2}, torch.float64, torch.Size([2]), slice(0, 2), object, len],
+    [
+        3,
+        2.5,
+        None,
+        "sum",
+        True,
+        1 + 2j,
+        (1, 2),
+        [3.0],
+        {"a": 1},
+        {1, 2},
+        torch.float64,
+        torch.Size([2]),
+        slice(0, 2),
+        object,
+        len,
+    ],
     ids=repr,
 )
 def test_kind_022_any_argument(contender: Any, extra: Any) -> None:
     """Arguments reach the function as the very objects they are."""
     x, seen = leaf(4), []
     for _ in range(2):
-        contender.checkpoint(lambda t, e, *, k: (seen.extend([e, k]), t.sin().exp())[1], x, extra, k=extra).sum().backward()
+        contender.checkpoint(
+            lambda t, e, *, k: (seen.extend([e, k]), t.sin().exp())[1], x, extra, k=extra
+        ).sum().backward()
     assert all(e is extra for e in seen)
 
 
@@ -129,7 +147,7 @@ def test_kind_024_generator_output(contender: Any) -> None:
 
 
 def test_kind_027_outputs_used_in_part(equal_to_plain: Any) -> None:
-    """Only some outputs reach the loss, in other combinations from step to step; integer and detached ones among them."""
+    """Only some outputs reach the loss, others from step to step; integer and detached ones among them."""
 
     def block(t: torch.Tensor) -> Any:
         h = t.sin()
@@ -151,7 +169,14 @@ def test_kind_027_identity_and_constant_outputs(equal_to_plain: Any) -> None:
     def program(call: Any) -> Any:
         x, w = leaf(4), leaf(4)
         seen = []
-        for fn in (lambda t: t, lambda t: w, lambda t: t.detach(), lambda t: torch.ones(4), lambda t: t.view(2, 2), lambda t: 3.0):
+        for fn in (
+            lambda t: t,
+            lambda t: w,
+            lambda t: t.detach(),
+            lambda t: torch.ones(4),
+            lambda t: t.view(2, 2),
+            lambda t: 3.0,
+        ):
             out = call(fn, x)
             seen.append(out.requires_grad if torch.is_tensor(out) else out)
             if torch.is_tensor(out) and out.requires_grad:
@@ -213,7 +238,9 @@ def test_kind_080_not_a_module(contender: Any, elbowroom_only: None) -> None:
         contender.wrap(lambda t: t)
 
 
-@pytest.mark.parametrize("option", ["use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop", "context_fn"])
+@pytest.mark.parametrize(
+    "option", ["use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop", "context_fn"]
+)
 def test_kind_083_torch_options_are_accepted(contender: Any, elbowroom_only: None, option: str) -> None:
     """A drop-in: torch's own keywords are taken, unless the function has a keyword of that name."""
     x = leaf(4)

@@ -29,7 +29,9 @@ def chain(t: torch.Tensor) -> torch.Tensor:
 
 
 def net_of_linears() -> nn.Module:
-    return nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512), nn.Tanh()) for _ in range(4)])
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512), nn.Tanh()) for _ in range(4)]
+    )
 
 
 def _held_after_forward(ck: Any) -> None:
@@ -65,7 +67,9 @@ def _held_by_linears(ck: Any) -> None:
     for step in range(4):
         held, y = growth_bytes(lambda: through_regions(ck, model, x))
         limit = 4 * VALUE_BYTES + SLACK if ck.saves_memory else 20 * VALUE_BYTES
-        assert held <= limit, f"step {step}: {held / MIB:.1f} MiB alive after the forward, at most {limit / MIB:.1f} expected"
+        assert held <= limit, (
+            f"step {step}: {held / MIB:.1f} MiB alive after the forward, at most {limit / MIB:.1f} expected"
+        )
         y.sum().backward()
 
 
@@ -130,7 +134,9 @@ def _inputs_die_in_backward(ck: Any) -> None:
     gc.collect()
     gc.disable()
     for with_backward in (True, True, False):
-        alive = [n for n, r in zip(("owner", "lin", "x", "h", "y", "z"), body(with_backward), strict=True) if r() is not None]
+        alive = [
+            n for n, r in zip(("owner", "lin", "x", "h", "y", "z"), body(with_backward), strict=True) if r() is not None
+        ]
         assert not alive, f"still alive {'after backward' if with_backward else 'without backward'}: {alive}"
 
 
@@ -240,7 +246,7 @@ class Tied(nn.Module):
 
 
 def _ddp(ck: Any) -> None:
-    """DistributedDataParallel of one process: tied and unused blocks, static graph, no_sync, gradients as bucket views."""
+    """DistributedDataParallel of one process: tied and unused blocks, static graph, gradients as bucket views."""
     import torch.distributed as dist
 
     def train(call: Any, wrapped: dict[str, Any] | None) -> Any:

@@ -1,4 +1,4 @@
-"""State that the forward changes, beyond cases 003-018, 061, 063, 073 and 074: it must change once, as in a plain call."""
+"""State that the forward changes, beyond cases 003-018, 061, 063, 073 and 074: it changes once, as in a plain call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Findings about time and memory: F9 (sweeps), F10 (caches), F11 (raw kernels), F17, F19 (scratch outputs), F22 (cycles).
+"""Findings about time and memory: F9 (sweeps), F10 (caches), F11 (raw kernels), F17, F19 (scratch), F22 (cycles).
 
 Memory figures come from processes of their own, with values of 4 MiB.
 """
@@ -141,7 +141,9 @@ def _peak_of_long_region(ck: Any) -> None:
         highest = max(peaks) - before
         # ten saved values, a gradient or two, one value being made
         assert highest <= 14 * VALUE_BYTES, f"{highest / MIB:.1f} MiB at the highest point of backward"
-        assert peaks[-1] - before <= 5 * VALUE_BYTES, f"{(peaks[-1] - before) / MIB:.1f} MiB held when only one value is needed"
+        assert peaks[-1] - before <= 5 * VALUE_BYTES, (
+            f"{(peaks[-1] - before) / MIB:.1f} MiB held when only one value is needed"
+        )
 
 
 def test_f10_values_are_released_one_by_one(isolated: Any) -> None:
@@ -213,7 +215,7 @@ def test_f11_replayable_function_is_replayed(isolated: Any, elbowroom_only: None
 
 
 def _keeping_everything_is_free(ck: Any) -> None:
-    """A region that starts with a reduction: plain saves next to nothing, so keep="everything" must not hold the input."""
+    """A region that starts with a reduction: plain saves next to nothing, so keep="everything" holds no input."""
     from tests.conformance.contenders import Elbowroom
 
     ck = Elbowroom(keep="everything")
@@ -242,7 +244,9 @@ def _lstm_workspace(ck: Any) -> None:
     del y
     for _ in range(3):
         held, y = growth_bytes(lambda: ck.checkpoint(lambda t: lstm(t)[0], x))
-        assert held <= max(plain_held / 4, VALUE_BYTES + 2 * SLACK), f"{held / MIB:.1f} MiB held, plain {plain_held / MIB:.1f}"
+        assert held <= max(plain_held / 4, VALUE_BYTES + 2 * SLACK), (
+            f"{held / MIB:.1f} MiB held, plain {plain_held / MIB:.1f}"
+        )
         y.sum().backward()
 
 

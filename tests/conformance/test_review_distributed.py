@@ -1,7 +1,7 @@
 """Findings about several processes: F6 (sharded parameters) and F7 (collectives), with two gloo processes.
 
-Each test body runs in a process of its own, which forks a second rank. Collectives are counted where they are issued, by
-the process group's own sequence number: a replayed collective would show there, whatever mode it ran under.
+Each test body runs in a process of its own, which forks a second rank. Collectives are counted where they are issued,
+by the process group's own sequence number: a replayed collective would show there, whatever mode it ran under.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 def sharded(width: int, how: str, call: Any, wrap: Any) -> nn.Module:
-    """Three blocks under fully_shard; the region is the block's forward (hooks outside) or the whole call (hooks inside)."""
+    """Three blocks under fully_shard; the region is a block's forward (hooks outside) or its call (hooks inside)."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -144,7 +144,7 @@ def test_f06_gathered_parameters_are_not_held(isolated: Any) -> None:
 
 
 def _gather_by_data(ck: Any, rank: int) -> None:
-    """ZeRO-3 style: hooks gather ``p.data`` before use, at another offset of a flat buffer each time, and drop it after."""
+    """ZeRO-3 style: hooks gather ``p.data`` before use, at another offset of a flat buffer each time."""
 
     def train(call: Any) -> Any:
         torch.manual_seed(0)
@@ -203,7 +203,7 @@ class Reduced(torch.autograd.Function):
 
 
 def _collectives(ck: Any, rank: int) -> None:
-    """Synchronous, asynchronous and functional collectives inside a region: issued once, their results as they arrived."""
+    """Synchronous, asynchronous and functional collectives in a region: issued once, results as they arrived."""
     import torch.distributed._functional_collectives as functional
     import torch.distributed.nn.functional as differentiable
 
@@ -285,7 +285,9 @@ def _ddp(ck: Any, rank: int) -> None:
         class Net(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.2)) for _ in range(2))
+                self.blocks = nn.ModuleList(
+                    nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.2)) for _ in range(2)
+                )
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 for block in [*self.blocks, self.blocks[0]]:

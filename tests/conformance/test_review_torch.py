@@ -1,4 +1,4 @@
-"""Findings about the rest of torch around and inside a region: F4 (compile), F14 (fake and nested), F20 (higher order), F21 (func)."""
+"""Findings about torch around and inside a region: F4 (compile), F14 (fake, nested), F20 (higher order), F21 (func)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fresh_compiler() -> Any:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_f04_compiled_callee_stays_compiled(equal_to_plain: Any, backend: str) -> None:
-    """A compiled function inside a region runs compiled, gives the bits it gives outside one, and is not traced anew."""
+    """A compiled function inside a region runs compiled, with the bits it gives outside, and is not traced anew."""
     compilations = []
 
     def count(gm: Any, inputs: Any) -> Any:
@@ -229,7 +229,13 @@ def _strided_nested(ck: Any) -> None:
         seen = []
         for _ in range(3):
             a, b = torch.randn(2, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
-            y = call(lambda p, q: torch.nested.to_padded_tensor(torch.nested.as_nested_tensor([p.sin(), q.exp()]), 0.0).cos(), a, b)
+            y = call(
+                lambda p, q: torch.nested.to_padded_tensor(
+                    torch.nested.as_nested_tensor([p.sin(), q.exp()]), 0.0
+                ).cos(),
+                a,
+                b,
+            )
             y.sum().backward()
             seen.append([y.detach(), grads(a, b)])
         return seen

@@ -1,9 +1,9 @@
-"""What breaks the idea of replay if its rules are not kept: findings about values (F1-F3, F5, F8, F12, F13, F15, F16, F18, F23).
+"""What breaks replay if its rules are not kept: findings about values (F1-F3, F5, F8, F12, F13, F15, F16, F18, F23).
 
-Each test fails when the rule that answers its finding is broken. F16 has no test, because there is no sound rule: bytes
-that somebody writes through a pointer taken *before* the region, into a source that plain autograd would not save, cannot
-be seen from here (a ``.numpy()`` view of a batch buffer that the loader refills between forward and backward is the usual
-example; torch's own checkpoint is wrong there too). The documentation says so.
+Each test fails when the rule that answers its finding is broken. F16 has no test, because there is no sound rule:
+bytes that somebody writes through a pointer taken *before* the region, into a source that plain autograd would not
+save, cannot be seen from here (a ``.numpy()`` view of a batch buffer that the loader refills between forward and
+backward is the usual example; torch's own checkpoint is wrong there too). The documentation says so.
 """
 
 from __future__ import annotations
@@ -53,7 +53,13 @@ def write_through_storage(out: torch.Tensor, values: torch.Tensor) -> None:
     ctypes.memmove(out.untyped_storage().data_ptr(), data, len(data))
 
 
-RAW_WRITES = [write_through_data_ptr, write_through_numpy, write_through_asarray, write_through_dlpack, write_through_storage]
+RAW_WRITES = [
+    write_through_data_ptr,
+    write_through_numpy,
+    write_through_asarray,
+    write_through_dlpack,
+    write_through_storage,
+]
 TARGETS = {
     "zeros": lambda h: torch.zeros_like(h),
     "clone": lambda h: h.detach().clone(),
@@ -124,7 +130,8 @@ def test_f01_write_nobody_can_see_is_caught_later(contender: Any) -> None:
         try:
             contender.checkpoint(block, x).sum().backward()
         except Exception as error:
-            assert "ProofError" in [c.__name__ for c in type(error).__mro__], error
+            if not is_proof_error(error):
+                raise
             raised = True
             break
         found, x.grad = x.grad, None
@@ -135,12 +142,22 @@ def test_f01_write_nobody_can_see_is_caught_later(contender: Any) -> None:
     assert right or raised
 
 
+def is_proof_error(error: BaseException) -> bool:
+    """By name: the contenders "plain" and "torch" can be run without the library."""
+    return "ProofError" in [c.__name__ for c in type(error).__mro__]
+
+
 @pytest.mark.slow
 def test_f01_cpp_extension(contender: Any, tmp_path: Any) -> None:
     """A C++ kernel that writes in place outside any Function: declared nowhere, caught by the repeated proof."""
     from torch.utils import cpp_extension
 
-    source = "void add_(torch::Tensor t, double s) { float* p = t.data_ptr<float>(); for (int64_t i = 0; i < t.numel(); ++i) p[i] += s; }"
+    source = """
+        void add_(torch::Tensor t, double s) {
+            float* p = t.data_ptr<float>();
+            for (int64_t i = 0; i < t.numel(); ++i) p[i] += s;
+        }
+    """
     kernels = cpp_extension.load_inline("f01", source, functions=["add_"], build_directory=str(tmp_path))
 
     def block(t: torch.Tensor, scale: float) -> torch.Tensor:
@@ -155,7 +172,8 @@ def test_f01_cpp_extension(contender: Any, tmp_path: Any) -> None:
         try:
             contender.checkpoint(block, x, scale).sum().backward()
         except Exception as error:
-            assert "ProofError" in [c.__name__ for c in type(error).__mro__], error
+            if not is_proof_error(error):
+                raise
             break
         found, x.grad = x.grad, None
         block(x, scale).sum().backward()
@@ -315,7 +333,12 @@ def test_f05_denormals_flushed_between(equal_to_plain: Any) -> None:
 def test_f05_modes_around_backward(contender: Any) -> None:
     """Backward under modes that plain autograd accepts: no_grad, set_grad_enabled, autocast, a device context."""
     x = leaf(4)
-    for mode in (torch.no_grad(), torch.enable_grad(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta")):
+    for mode in (
+        torch.no_grad(),
+        torch.enable_grad(),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.device("meta"),
+    ):
         y = contender.checkpoint(lambda t: (t.outer(t) @ t).sin().exp(), x)
         total = y.sum()
         with mode:
@@ -407,11 +430,12 @@ def _freed_storage(ck: Any) -> None:
             try:
                 y.sum().backward()
             except ChangedTensorError as error:
-                assert "storage" in str(error)
-            else:
-                # an activation that plain autograd would not have saved may be held as a lazy clone
-                assert what == "input", f"{what}: backward read a freed storage and said nothing"
-                assert torch.equal(x.grad, *expected)
+                if "storage" not in str(error):
+                    raise
+                continue
+            # an activation that plain autograd would not have saved may be held as a lazy clone
+            assert what == "input", f"{what}: backward read a freed storage and said nothing"
+            assert torch.equal(x.grad, *expected)
 
 
 def test_f13_freed_storage_is_an_error_not_a_crash(isolated: Any, elbowroom_only: None) -> None:
@@ -495,7 +519,16 @@ def test_f15_more_and_fewer_operators(equal_to_plain: Any) -> None:
 
     def program(call: Any) -> Any:
         seen = []
-        for steps, skip in [(4, False), (4, False), (2, False), (6, False), (4, True), (0, True), (4, False), (4, False)]:
+        for steps, skip in [
+            (4, False),
+            (4, False),
+            (2, False),
+            (6, False),
+            (4, True),
+            (0, True),
+            (4, False),
+            (4, False),
+        ]:
             x = leaf(5)
             y = call(block, x, steps, skip) * 1.0
             y.sum().backward()
@@ -555,7 +588,9 @@ def test_f18_other_threads_streams_do_not_repeat(contender: Any) -> None:
         stop.set()
         thread.join()
     assert len(drawn) > 10
-    assert len(set(drawn)) == len(drawn), f"{len(drawn) - len(set(drawn))} of {len(drawn)} draws of the other thread repeat"
+    assert len(set(drawn)) == len(drawn), (
+        f"{len(drawn) - len(set(drawn))} of {len(drawn)} draws of the other thread repeat"
+    )
 
 
 # F23: bits depend on the address.

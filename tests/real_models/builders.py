@@ -7,7 +7,7 @@ No weights are downloaded: configurations are made here, with the smallest sizes
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +59,9 @@ def qwen3() -> Trainee:
 def gpt2() -> Trainee:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4, use_cache=False))
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=32, n_layer=2, n_head=4, use_cache=False)
+    )
     return Trainee(model, _causal_loss, list(model.transformer.h))
 
 
@@ -124,10 +126,11 @@ def whisper() -> Trainee:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     config = WhisperConfig(
-        vocab_size=VOCABULARY, num_mel_bins=8, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_source_positions=16, max_target_positions=16,
-        dropout=0.1, attention_dropout=0.1, encoder_layerdrop=0.2, decoder_layerdrop=0.2, use_cache=False, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None,
+        vocab_size=VOCABULARY, num_mel_bins=8, d_model=32, encoder_layers=2, decoder_layers=2,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48,
+        max_source_positions=16, max_target_positions=16, dropout=0.1, attention_dropout=0.1,
+        encoder_layerdrop=0.2, decoder_layerdrop=0.2, use_cache=False, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None,
     )  # fmt: skip
     model = WhisperForConditionalGeneration(config)
 
@@ -163,14 +166,17 @@ def resnet() -> Trainee:
     return Trainee(model, loss, blocks)
 
 
+def _convolution(given: int, made: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(given, made, 3, padding=1), nn.GroupNorm(1, made), nn.SiLU(inplace=True))
+
+
 class UNet(nn.Module):
     """Two levels down and up, skip connections across regions, an input that two blocks share."""
 
     def __init__(self) -> None:
         super().__init__()
-        convolution = lambda i, o: nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.GroupNorm(1, o), nn.SiLU(inplace=True))  # noqa: E731
-        self.down1, self.down2, self.middle = convolution(3, 4), convolution(4, 8), convolution(8, 8)
-        self.up2, self.up1 = convolution(16, 4), convolution(8, 3)
+        self.down1, self.down2, self.middle = _convolution(3, 4), _convolution(4, 8), _convolution(8, 8)
+        self.up2, self.up1 = _convolution(16, 4), _convolution(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         a = self.down1(x)
@@ -251,7 +257,9 @@ class Mixture(nn.Module):
     def __init__(self, width: int = 8, experts: int = 4) -> None:
         super().__init__()
         self.router = nn.Linear(width, experts, bias=False)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(width, 16), nn.GELU(), nn.Linear(16, width)) for _ in range(experts))
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 16), nn.GELU(), nn.Linear(16, width)) for _ in range(experts)
+        )
         self.register_buffer("load", torch.zeros(experts))
         self.register_buffer("bias", torch.zeros(experts))
 

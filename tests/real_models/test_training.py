@@ -22,7 +22,9 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 STEPS = 3
 
 
-def trained(build: Callable[[], Trainee], dtype: torch.dtype | None, apply: Callable[[Trainee], None] | None) -> list[Any]:
+def trained(
+    build: Callable[[], Trainee], dtype: torch.dtype | None, apply: Callable[[Trainee], None] | None
+) -> list[Any]:
     """What three training steps compute, step by step; ``apply`` wraps what it wants of the model first."""
     seed_everything(0)
     trainee = build()

@@ -205,7 +205,9 @@ def _compare_module(contender: Any, label: str, entry: Any, sample: Any, dtype: 
                 return given
             seed_everything(4)
             out = call(module, *fresh(sample.forward_input.args), **fresh(sample.forward_input.kwargs))
-            total = sum(t.abs().float().sum() for t in tree_flatten(out)[0] if isinstance(t, Tensor) and t.requires_grad)
+            total = sum(
+                t.abs().float().sum() for t in tree_flatten(out)[0] if isinstance(t, Tensor) and t.requires_grad
+            )
             if isinstance(total, Tensor):
                 total.backward()
             seen.append([given, [p.grad for p in module.parameters()], [b.clone() for b in module.buffers()]])

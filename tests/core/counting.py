@@ -29,14 +29,15 @@ def fresh(fn: Callable[..., Any]) -> Any:
     return copy
 
 
-def tapes() -> list[Tape]:
-    """The tapes that are alive."""
-    return [o for o in gc.get_objects() if type(o) is Tape]
+def tapes_of(fn: Any) -> list[Tape]:
+    """The tapes of a function that are alive."""
+    programs = programs_of(fn)
+    return [o for o in gc.get_objects() if type(o) is Tape and o.program in programs]
 
 
 def tape_of(program: Program) -> Tape:
     """The one living tape of a program."""
-    (tape,) = [t for t in tapes() if t.program is program]
+    (tape,) = [o for o in gc.get_objects() if type(o) is Tape and o.program is program]
     return tape
 
 

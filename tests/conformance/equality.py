@@ -37,26 +37,36 @@ def random_streams() -> list[Any]:
 
 def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have the same shape, dtype, layout, device and bits (any NaN equals any NaN)."""
-    if (a.shape, a.dtype, a.layout, a.device) != (b.shape, b.dtype, b.layout, b.device):
+    if (a.dtype, a.layout, a.device, a.is_nested) != (b.dtype, b.layout, b.device, b.is_nested):
+        return False
+    if a.is_nested:
+        parts_a, parts_b = a.detach().unbind(), b.detach().unbind()
+        return len(parts_a) == len(parts_b) and all(map(equal_bits, parts_a, parts_b))
+    if a.shape != b.shape:
         return False
     if a.device.type == "meta" or a.numel() == 0:
         return True
-    a, b = a.detach(), b.detach()
-    if a.layout is not torch.strided or a.is_quantized:
-        return bool(torch.equal(a.to_dense(), b.to_dense())) if not a.is_quantized else bool(torch.equal(a, b))
-    a, b = a.resolve_conj().resolve_neg().contiguous(), b.resolve_conj().resolve_neg().contiguous()
-    # Complex numbers are compared by parts: NaN may sit in one of them only.
-    if a.is_complex():
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
-    raw_a, raw_b = a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)
-    if torch.equal(raw_a, raw_b):
+    if a.is_quantized:
+        return bool(torch.equal(a, b))
+    flat_a, flat_b = _flat(a), _flat(b)
+    if torch.equal(flat_a.view(torch.uint8), flat_b.view(torch.uint8)):
         return True
-    if not a.is_floating_point():
+    if not flat_a.is_floating_point():
         return False
-    same_nan = torch.equal(a.isnan(), b.isnan())
-    rows_a, rows_b = raw_a.view(a.numel(), -1), raw_b.view(a.numel(), -1)
-    there = ~a.reshape(-1).isnan()
-    return same_nan and torch.equal(rows_a[there], rows_b[there])
+    there = ~flat_a.isnan()
+    same_nan = torch.equal(there, ~flat_b.isnan())
+    return same_nan and torch.equal(flat_a[there].view(torch.uint8), flat_b[there].view(torch.uint8))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in order, in memory of their own; complex numbers as two each, since NaN may sit in one of them."""
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device).copy_(tensor.reshape(-1))
 
 
 def assert_same_bits(expected: Any, found: Any, where: str = "result") -> None:

@@ -79,7 +79,7 @@ def fresh(value: Any) -> Any:
         if not isinstance(item, Tensor):
             return item
         with torch.no_grad():
-            twin = item.detach().clone(memory_format=torch.preserve_format)
+            twin = item.detach().clone()
         return twin.requires_grad_(item.requires_grad)
 
     return tree_map(copy, value)

@@ -103,11 +103,16 @@ def look(recorder: Recorder, facts: Facts, args: Any, kwargs: Any) -> None:
             with hermetic(recorder.tape.keys):
                 now = fingerprint(tensor)
             if now != recorder.prints[value]:
-                if recorder.program.values[value].kind == MADE:
-                    recorder.touch(tensor, UNSEEN_WRITE)
-                else:
-                    recorder.lost.add(value)
+                _written_unseen(recorder, value, tensor)
                 recorder.prints[value] = now
+
+
+def _written_unseen(recorder: Recorder, value: int, tensor: Tensor) -> None:
+    """Somebody wrote to a value's storage: what was made becomes opaque; the content that readers saw of others is lost."""
+    if recorder._kind(value) == MADE:
+        recorder.touch(tensor, UNSEEN_WRITE)
+    elif any(value in op.reads for op in recorder.program.ops[: recorder.n_ops]):
+        recorder.lost.add(value)
 
 
 def record(recorder: Recorder, draft: Draft, out: Any) -> None:
@@ -165,7 +170,12 @@ def _take_prints(recorder: Recorder, first_new: int, tree: Any) -> None:
 
 
 def _still_holds(
-    recorder: Recorder, known: Operator, n_results: int, bad: set[int], bad_writes: set[int], undeclared: dict[int, Tensor]
+    recorder: Recorder,
+    known: Operator,
+    n_results: int,
+    bad: set[int],
+    bad_writes: set[int],
+    undeclared: dict[int, Tensor],
 ) -> bool:
     values = recorder.program.values
     if len(known.outputs) != n_results:
@@ -245,7 +255,7 @@ def _new_version(recorder: Recorder, op: Operator, old: int, tensor: Tensor, opa
     new = recorder.number(address, tensor if by_identity else None)
     recorder.table[address] = new
     if by_identity:
-        recorder.by_identity.add(new)
+        recorder.numbers[id(tensor)] = new
     else:
         _decide(recorder, op, new, tensor)
     return new
@@ -389,10 +399,7 @@ def _look_again(recorder: Recorder) -> None:
                 continue
             seen.add(value)
             if fingerprint(tensor) != recorder.prints[value]:
-                if recorder._kind(value) == MADE:
-                    recorder.touch(tensor, UNSEEN_WRITE)
-                else:
-                    recorder.lost.add(value)
+                _written_unseen(recorder, value, tensor)
 
 
 def _bindings(recorder: Recorder) -> list[Slot]:
@@ -403,6 +410,8 @@ def _bindings(recorder: Recorder) -> list[Slot]:
     slots = []
     for i, slot in enumerate(recorder.program.slots[: recorder.n_slots]):
         newest = recorder.table[recorder.storages[slot.value]]
+        if slot.value in recorder.crowded.get(recorder.storages[slot.value], ()) and values[newest].kind == PARAMETER:
+            newest = slot.value  # another parameter of the same flat storage is no newer version of this one
         tensor, version = recorder.late.get(i, (None, None))
         dead = slot.dead if tensor is None else ""
         if tensor is None and newest != slot.value and not recorder.following:

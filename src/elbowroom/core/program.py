@@ -171,6 +171,9 @@ class Program:
     holds: frozenset[int] = frozenset()
     remade: frozenset[int] = frozenset()  # kept values whose makers stay reachable, since that is free
     watched: bool = True  # addresses were watched while it was recorded from its first operator on
+    exposed: frozenset[int] = (
+        frozenset()
+    )  # kept values that plain autograd would not have saved: others may write to them
     unsaved: frozenset[int] = frozenset()  # sources that replays need and plain autograd would not have saved
     kept_rows: list[KeptRow] = field(default_factory=list)
     replays: int = 0
@@ -222,6 +225,9 @@ class Program:
             i for i, v in enumerate(self.values)
             if v.kind == SOURCE and v.geometry is not None and self.counts[i] and i not in saved
         )  # fmt: skip
+        self.exposed = frozenset(
+            i for i, v in enumerate(self.values) if v.kind == MADE and v.keep and self.counts[i] and i not in saved
+        )
         self.sweeps.clear()
         self.finished = True
 

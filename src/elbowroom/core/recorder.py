@@ -75,6 +75,10 @@ def alias(tensor: Tensor, geometry: Geometry | None = None) -> Tensor:
         return mine.as_strided(geometry.size, geometry.stride, geometry.offset)
 
 
+def _is_content(part: Any) -> bool:
+    return isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex())
+
+
 class Flattened:
     """A saved wrapper-subclass tensor as its plain parts (rule 11)."""
 
@@ -86,17 +90,35 @@ class Flattened:
         self.size = tensor.size()
         self.stride = tensor.stride()
         parts = {name: getattr(tensor, name) for name in names}
-        self.parts = {n: (True, pack(p)) if isinstance(p, Tensor) else (False, p) for n, p in parts.items()}
+        # Whole-number parts say what shape it is (offsets of a jagged tensor), and by being the very same object.
+        self.parts = {n: (True, pack(p)) if _is_content(p) else (False, p) for n, p in parts.items()}
 
     def rebuilt(self, unpack: Callable[[Any], Tensor]) -> Tensor:
         inner = {n: unpack(p) if packed else p for n, (packed, p) in self.parts.items()}
         return self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)  # type: ignore[no-any-return]
 
 
+def _fetch(handle: Handle) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        return handle.tape.fetch(handle.index)
+
+
+_outside_dynamo: Any = _fetch
+
+
+def mind_dynamo() -> None:
+    """Once Dynamo is loaded, tell it that a replay is none of its business."""
+    global _outside_dynamo
+    if _outside_dynamo is _fetch:
+        _outside_dynamo = torch._dynamo.disable(_fetch)
+
+
 def unpack(packed: Any) -> Tensor:
     """What autograd gets for what ``Recorder.pack`` gave it."""
     kind = type(packed)
     if kind is Handle:
+        if torch.compiler.is_compiling():  # a compiled backward: Dynamo must not look into a replay
+            return _outside_dynamo(packed)  # type: ignore[no-any-return]
         with _quiet():
             return packed.tape.fetch(packed.index)  # type: ignore[no-any-return]
     if kind is tuple:  # a source that autograd holds itself, and the version it had
@@ -159,7 +181,8 @@ class Recorder(TorchDispatchMode):
         self.identities: dict[int, tuple[Any, int]] = {}
         self.aliases: dict[int, Tensor] = {}  # values that will be touched -> the tensor to hold then
         self.parameters: dict[int, torch.UntypedStorage] = {}  # parameters as they were read
-        self.by_identity: set[int] = set()  # the values that are parameters
+        self.numbers: dict[int, int] = {}  # by id: the values that are parameters
+        self.crowded: dict[int, list[int]] = {}  # storage -> the parameters in it, where there are several
         self.pending: list[tuple[int, Tensor, str]] = []  # touches since the last operator
         self.applied: tuple[int, ...] = ()  # touches applied before the operator that runs now
         self.late: dict[int, tuple[Tensor, int | None]] = {}  # slot -> what was saved, and its version then
@@ -315,8 +338,10 @@ class Recorder(TorchDispatchMode):
             if kind is Tensor or kind is Parameter:
                 try:
                     value = self.table[item.untyped_storage()._cdata]
-                    if kind is Parameter and value not in self.by_identity:
-                        value = self._value(item)
+                    if kind is Parameter or self.crowded:
+                        value = self.numbers.get(id(item), -1)
+                        if value < 0:
+                            value = self._value(item)
                 except (KeyError, RuntimeError):
                     value = self._value(item)
                     if not self.storages[value]:
@@ -424,18 +449,16 @@ class Recorder(TorchDispatchMode):
         except (NotImplementedError, RuntimeError, ValueError):  # the last: a parameter not yet initialized
             return self._identity(tensor)
         address = storage._cdata
-        value = self.table.get(address)
-        if value is None or (
-            type(tensor) is not Tensor and value not in self.by_identity and isinstance(tensor, Parameter)
-        ):
-            # An nn.Parameter is a source by identity, whatever wrote it (rule 11).
+        by_identity = type(tensor) is not Tensor and isinstance(tensor, Parameter)
+        value = self.numbers.get(id(tensor)) if by_identity else self.table.get(address)
+        if value is not None and address in self.crowded and not by_identity:
+            value = self._owner(tensor, self.crowded[address])
+        if value is None:
+            # An nn.Parameter is a source by identity, whatever wrote it, and whoever shares its storage (rule 11).
             if not has_strided_storage(tensor):
                 return self._identity(tensor)
-            if isinstance(tensor, Parameter):
-                value = self.number(address, tensor)
-                self.by_identity.add(value)
-                if not hasattr(tensor, "ds_id"):  # ZeRO-3 frees and gathers by itself
-                    self.parameters[value] = storage
+            if by_identity:
+                value = self._new_parameter(tensor, storage)
             else:
                 value = self.number(address, alias(tensor))
             self.guards.append(storage._weak_ref())
@@ -444,6 +467,28 @@ class Recorder(TorchDispatchMode):
                 self.tape.activations.add(value)
             self._met(value)
         return value
+
+    def _new_parameter(self, parameter: Tensor, storage: torch.UntypedStorage) -> int:
+        address = storage._cdata
+        value = self.number(address, parameter)
+        self.numbers[id(parameter)] = value
+        if not hasattr(parameter, "ds_id"):  # ZeRO-3 frees and gathers by itself
+            self.parameters[value] = storage
+        before = self.table.get(address)
+        if before is not None and isinstance(self.tape.held[before], Parameter):
+            self.crowded.setdefault(address, [before]).append(value)
+        return value
+
+    def _owner(self, tensor: Tensor, values: list[int]) -> int:
+        """Which of several parameters in one flat storage a view looks at."""
+        offset = tensor.storage_offset()
+        for value in values:
+            held = self.tape.held[value]
+            if isinstance(held, Tensor) and held.storage_offset() <= offset < held.storage_offset() + max(
+                1, held.numel()
+            ):
+                return value
+        return self.table[tensor.untyped_storage()._cdata]
 
     def _met(self, value: int) -> None:
         """A source was numbered: a draft notes it; a known program must have one there, on the same device."""
@@ -577,8 +622,8 @@ class Recorder(TorchDispatchMode):
             if new in self.program.holds:
                 held[new] = self._hold(new, drafting.over_storage((args, kwargs), address))
             elif self.program.values[new].kind == PARAMETER:
-                self.by_identity.add(new)
-                held[new] = drafting.over_storage((args, kwargs), address)
+                held[new] = parameter = drafting.over_storage((args, kwargs), address)
+                self.numbers[id(parameter)] = new
 
     def _hold(self, value: int, tensor: Tensor) -> Tensor | None:
         info = self.program.values[value]
@@ -600,6 +645,7 @@ class Recorder(TorchDispatchMode):
                 i < len(self.expected)
                 and type(tensor) in _PLAIN
                 and tensor.layout is _STRIDED
+                and not self.crowded
                 and not torch._C._len_torch_function_stack()
             ):
                 value, size, stride, offset, dtype, conj, neg, direct = self.expected[i]
@@ -720,8 +766,9 @@ class Recorder(TorchDispatchMode):
             for guard in self.guards:
                 free(guard)
             self.guards = []
+            # Autograd holds our hooks, and so this recorder, as long as the graph lives: it must hold no tensor.
             self.table, self.late, self.aliases, self.pending, self.identities = {}, {}, {}, [], {}
-            self.parameters = {}
+            self.parameters, self.touched, self.numbers, self.crowded, self.prints = {}, {}, {}, {}, {}
 
     def _stop(self, error: Exception) -> None:
         """The recorder failed: torch must not see it. Keep everything from here on, and say so once (rule 1)."""

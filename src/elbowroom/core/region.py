@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch.nn import Module
 
 from elbowroom.core.policies import Policy, everything, key_of, policy_of
 from elbowroom.core.program import Program
-from elbowroom.core.recorder import Recorder
+from elbowroom.core.recorder import Recorder, mind_dynamo
 from elbowroom.errors import UsageError
 
 #: Programs remembered for one piece of code; the longest unused is forgotten.
@@ -87,6 +88,8 @@ class Region:
             return under_compile(fn, args, kwargs)
         if self.policy is everything or _plain():
             return fn(*args, **kwargs)
+        if "torch._dynamo" in sys.modules:
+            mind_dynamo()
         program = self.last
         if program is None and self.family.programs:
             program = self.family.programs[0]

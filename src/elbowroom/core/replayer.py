@@ -155,7 +155,7 @@ class Tape:
             held[v] = None
         for k in layout.moot_draws:
             del self.rng[k]
-        for v in self.activations & program.unsaved:
+        for v in (self.activations & program.unsaved) | program.exposed:
             tensor = held[v]
             if isinstance(tensor, Tensor):
                 held[v] = _lazily_cloned(tensor)
@@ -223,7 +223,12 @@ class Tape:
                     tensor = view(base, recorded, slot.geometry)
             if task == -1 or not _asked_by_python():
                 self._asked(index)
-            elif self._hand[value] == 2 and self._pending.get(value, 0) > 1:
+            elif (self._hand[value] == 2 and self._pending.get(value, 0) > 1) or (
+                self._hand[value] == 1
+                and program.values[value].kind == MADE
+                and self._counts
+                and self._counts[value] > 1
+            ):
                 # A Python backward may write on what it saved through a raw pointer, and others still replay from it. It
                 # may also ask again, so its wait ends with its handle.
                 tensor = tensor.clone()

@@ -53,6 +53,7 @@ class Elbowroom:
     """elbowroom.checkpoint and elbowroom.wrap with one fixed policy and one fixed amount of proof."""
 
     recomputes = False
+    takes_torch_options = True
 
     def __init__(self, *, keep: Any = None, verify: str = "first", saves_memory: bool = True) -> None:
         import elbowroom
@@ -83,14 +84,17 @@ class _Holder(nn.Module):
 class ElbowroomWrap(Elbowroom):
     """Every call goes through elbowroom.wrap: of the module itself, or of a small module around the callable."""
 
+    takes_torch_options = False
+
     def checkpoint(self, fn: Call, *args: Any, **kwargs: Any) -> Any:
         if isinstance(fn, nn.Module):
             try:
                 return self.wrap(fn)(*args, **kwargs)
             finally:
                 self.library.unwrap(fn)
-        module = self.wrap(_Holder(fn)) if callable(fn) else self.wrap(fn)
-        return module(*args, **kwargs)
+        if not callable(fn):  # wrap() takes modules only; what cannot be called is for checkpoint() to refuse
+            return super().checkpoint(fn, *args, **kwargs)
+        return self.wrap(_Holder(fn))(*args, **kwargs)
 
 
 CONTENDERS: dict[str, Callable[[], Any]] = {

@@ -268,9 +268,10 @@ def name(tensor: Tensor, label: str) -> Tensor:
     """Label a value, so that ``keep=[label]`` can name it. Returns the tensor; outside a region it does nothing else."""
     if not isinstance(label, str):
         raise UsageError(f"name(tensor, label): the label is a string, got {type(label).__name__}")
-    for recorder in reversed(recorders()):
-        if drafting.label(recorder, tensor, label):
-            break
+    with torch._C.DisableTorchFunction():
+        for recorder in reversed(recorders()):
+            if drafting.label(recorder, tensor, label):
+                break
     return tensor
 
 

@@ -57,14 +57,24 @@ class Draft:
             recorder.snapshot(recorder.program.snapshots.get(recorder.n_ops, ()))
         else:
             values = recorder.program.values
-            olds = [(recorder.table[address], overwrites) for address, (_, overwrites) in self.written.items()]
-            recorder.snapshot(tuple(v for v, over in olds if values[v].kind != MADE and (values[v].read or not over)))
+            self.overwritten = self._overwritten(recorder)
+            olds = [recorder.table[address] for address in self.written]
+            read = [v for v in olds if values[v].read or v not in self.overwritten]
+            recorder.snapshot(tuple(v for v in read if values[v].kind != MADE))
         self.rerun: Rerun | None = None
         self.before: dict[int, tuple[Tensor, int]] = {}
         self.generated = recorder.watched and in_generated_code()
         proving = recorder.proving or (known is not None and recorder.region.verify != "never")
         if proving and not self.generated and not facts.empty:
             self._prepare_proof(recorder)
+
+    def _overwritten(self, recorder: Recorder) -> set[int]:
+        """Values whose old content the operator does not need: written over as a whole, and read by no other argument."""
+        times_read: dict[int, int] = {}
+        for ref in refs_of(self.template):
+            times_read[ref.value] = times_read.get(ref.value, 0) + 1
+        candidates = {recorder.table[address] for address, (_, only) in self.written.items() if only}
+        return {v for v in candidates if times_read.get(v) == 1}
 
     def _prepare_proof(self, recorder: Recorder) -> None:
         inputs = [t for t in tensors_of((self.args, self.kwargs)) if has_strided_storage(t)]
@@ -211,15 +221,10 @@ def _append(
     if op.opaque:
         why = "a compiler's generated code ran it, among kernels that nobody sees"
     program.ops.append(op)
-    times_read: dict[int, int] = {}
-    for ref in refs_of(draft.template):
-        times_read[ref.value] = times_read.get(ref.value, 0) + 1
     written = dict(draft.written)
     written.update((address, (tensor, False)) for address, tensor in undeclared.items())
-    overwritten = {
-        recorder.table[a] for a, (_, only) in written.items() if only and times_read.get(recorder.table[a]) == 1
-    }
-    op.reads = tuple(v for v in times_read if v not in overwritten)
+    overwritten = draft.overwritten if draft.known is None else draft._overwritten(recorder)
+    op.reads = tuple(dict.fromkeys(r.value for r in refs_of(draft.template) if r.value not in overwritten))
     writes = []
     for address, (tensor, _) in written.items():
         old = recorder.table[address]
@@ -347,24 +352,9 @@ def conclude(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         _look_again(recorder)
     recorder._apply_touches()
     program = recorder.program
-    if recorder.following:
-        bindings = _bindings(recorder) if recorder.proving else None
-        lost = [v for v in recorder.lost if v < len(program.counts) and program.counts[v]]
-        if lost:
-            recorder.doubt(next((op for op in program.ops if lost[0] in op.reads), None))
-        if (
-            recorder.strayed
-            or len(recorder.storages) != len(program.values)
-            or recorder.n_ops != len(program.ops)
-            or recorder.n_slots != len(program.slots)
-            or recorder.applied != program.touched_last
-            or lost
-            or (bindings is not None and bindings != program.slots)
-        ):
-            if recorder.applied != program.touched_last and recorder.n_ops == len(program.ops):
-                recorder.doubt(program.ops[-1] if program.ops else None)
-            recorder.leave()
-            program = recorder.program
+    if recorder.following and not _ends_as_known(recorder):
+        recorder.leave()
+        program = recorder.program
     if not recorder.following:
         program.touched_last = recorder.applied
         program.slots = _bindings(recorder)
@@ -383,6 +373,23 @@ def conclude(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if recorder.may_be_direct:
         recorder.tape.direct = program.direct
     recorder.tape.close()
+
+
+def _ends_as_known(recorder: Recorder) -> bool:
+    """Whether the call was the program's to its end; a proof that no longer holds is an error (rule 9)."""
+    program = recorder.program
+    lost = [v for v in recorder.lost if v < len(program.counts) and program.counts[v]]
+    if lost:
+        recorder.doubt(next((op for op in program.ops if lost[0] in op.reads), None))
+        return False
+    if recorder.strayed or recorder.n_ops != len(program.ops) or recorder.n_slots != len(program.slots):
+        return False
+    if recorder.applied != program.touched_last:
+        recorder.doubt(program.ops[-1] if program.ops else None)
+        return False
+    if len(recorder.storages) != len(program.values):
+        return False
+    return not recorder.proving or _bindings(recorder) == program.slots
 
 
 def _look_again(recorder: Recorder) -> None:

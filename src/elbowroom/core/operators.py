@@ -98,7 +98,11 @@ class Facts:
         returns_alias = bool(schema.returns) and all(
             r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
         )
-        self.is_view = metadata_only or packet in _HIDDEN_VIEWS or (returns_alias and not written)
+        self.is_view = (
+            metadata_only
+            or (packet in _HIDDEN_VIEWS and not any(a.is_out for _, a in written))
+            or (returns_alias and not written)
+        )
         self.lies = _LIARS.get(packet)
         self.unrecorded = self.is_view or self.communicates or self.resizes
         self.dynamic = Tag.dynamic_output_shape in tags or Tag.data_dependent_output in tags

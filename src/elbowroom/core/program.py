@@ -151,7 +151,7 @@ class Layout(NamedTuple):
     moot_draws: tuple[int, ...]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Program:
     """Operators, value table and saved table of one operator sequence, and the analysis that a plan of it needs."""
 
@@ -178,6 +178,11 @@ class Program:
     kept_rows: list[KeptRow] = field(default_factory=list)
     replays: int = 0
     sweeps: dict[tuple[int, bytes, bytes], Sweep] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Program of {self.region}: {len(self.ops)} operators, {len(self.values)} values, {len(self.slots)} saved>"
+        )
 
     def fork(self, n_ops: int, n_values: int, n_slots: int) -> Program:
         """A draft that shares the first operators; values are copied, since what is kept of them may differ."""
@@ -238,7 +243,7 @@ class Program:
         at_hand = bytearray(v.at_hand for v in self.values)
         for v in self.ops[self.values[value].maker].reads:
             self.needs(v, at_hand, set(), leaves)
-        return all(self.values[v].kind == PARAMETER or v in saved or self.values[v].maker >= 0 for v in leaves)
+        return all(self.values[v].kind == PARAMETER or v in saved for v in leaves)
 
     def layout(self, direct: frozenset[int]) -> Layout:
         """What a tape needs to know at the region's end, if autograd holds the sources of ``direct`` slots itself."""
@@ -334,8 +339,9 @@ class Program:
                 else:
                     last[v] = k
             for v in self.ops[k].made:
-                made.add(v)
-                last.setdefault(v, k)
+                if not at_hand[v]:
+                    made.add(v)
+                    last.setdefault(v, k)
         steps = []
         frees: dict[int, list[int]] = {}
         for v, k in last.items():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from elbowroom.core.geometry import whole_storage
+from elbowroom.core.geometry import geometry_of, over, whole_storage
 from elbowroom.core.operators import Facts
 from elbowroom.core.program import tensors_of
 from elbowroom.core.replayer import Keys, hermetic
@@ -43,20 +43,19 @@ def _weights_on(device: torch.device) -> Tensor:
 def fingerprint(tensor: Tensor) -> int:
     """A 64-bit fingerprint of the whole storage under ``tensor``, by its bytes.
 
-    Weighted sums over rows and columns of 64-bit words: 0.6 ms for 16 MiB where a copy takes 3 ms, and no temporaries
-    of that size.
+    Weighted sums over rows and columns of 32-bit words: one pass over memory each, and no temporaries of its size.
     """
     storage = tensor.untyped_storage()
     device = tensor.device
     weights = _weights_on(device)
-    words = torch.empty(0, dtype=torch.int64, device=device).set_(storage, 0, (storage.nbytes() // 8,), (1,))
+    words = torch.empty(0, dtype=torch.int32, device=device).set_(storage, 0, (storage.nbytes() // 4,), (1,))
     n_rows = words.numel() // _COLUMNS
     total = torch.zeros((), dtype=torch.int64, device=device)
     if n_rows:
+        # 32-bit words summed in 64 bits, so that no bit of a word is lost at the top.
         table = words[: n_rows * _COLUMNS].view(n_rows, _COLUMNS)
-        # Twice the columns and once the rows: the weight of each word stays odd, so that its top bit counts.
-        total = total + 2 * (table.sum(0) * weights[:_COLUMNS]).sum()
-        sums = table.sum(1)
+        total = total + 2 * (table.sum(0, dtype=torch.int64) * weights[:_COLUMNS]).sum()
+        sums = table.sum(1, dtype=torch.int64)
         while sums.numel() > 1:  # fold the row sums with weights of their own
             fold = sums[: sums.numel() // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
             rest = sums[fold.numel() :]
@@ -65,8 +64,8 @@ def fingerprint(tensor: Tensor) -> int:
             sums = folded
         total = total * 31 + sums.sum()
     rest = words[n_rows * _COLUMNS :]
-    total = total * 31 + (rest * weights[: rest.numel()]).sum()
-    tail = whole_storage(storage, tensor)[words.numel() * 8 :]
+    total = total * 31 + (rest.long() * weights[: rest.numel()]).sum()
+    tail = whole_storage(storage, tensor)[words.numel() * 4 :]
     if tail.numel():
         total = total * 31 + (tail.long() * weights[: tail.numel()]).sum()
     return int(total)
@@ -124,8 +123,8 @@ class Rerun:
             storage = tensor.untyped_storage()
             if storage._cdata not in self.scratch:
                 self.scratch[storage._cdata] = storage.clone()
-        self.args = _with_scratch(args, self.scratch)
-        self.kwargs = _with_scratch(kwargs, self.scratch)
+        self.args = _as_replayed(args, self.scratch)
+        self.kwargs = _as_replayed(kwargs, self.scratch)
 
     def differing(self, out: Any, written: Iterable[Tensor], keys: Keys) -> tuple[set[int], set[int], str]:
         """Run again and compare: (numbers of flattened results, storages written) that differ, and why."""
@@ -166,27 +165,18 @@ def _strided(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
-def _with_scratch(tree: Any, scratch: dict[int, torch.UntypedStorage]) -> Any:
-    """Arguments with every tensor over a written storage moved onto that storage's scratch copy."""
-    if not scratch:
-        return tree
+def _as_replayed(tree: Any, scratch: dict[int, torch.UntypedStorage]) -> Any:
+    """Arguments as a replay gives them: none asks for a gradient, and those over a written storage are scratch copies."""
     if isinstance(tree, Tensor):
-        if _strided(tree) and tree.untyped_storage()._cdata in scratch:
-            with torch._C._ForceDispatchKeyGuard(
-                torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-            ):
-                moved = torch.empty(0, dtype=tree.dtype, device=tree.device).set_(
-                    scratch[tree.untyped_storage()._cdata], tree.storage_offset(), tree.size(), tree.stride()
-                )
-            moved = torch._conj(moved) if tree.is_conj() else moved
-            return torch._neg_view(moved) if tree.is_neg() else moved
-        return tree
+        if _strided(tree) and scratch and tree.untyped_storage()._cdata in scratch:
+            return over(scratch[tree.untyped_storage()._cdata], geometry_of(tree), tree.device)
+        return tree.detach() if tree.requires_grad else tree
     if isinstance(tree, list):
-        return [_with_scratch(item, scratch) for item in tree]
+        return [_as_replayed(item, scratch) for item in tree]
     if type(tree) is tuple:
-        return tuple(_with_scratch(item, scratch) for item in tree)
+        return tuple(_as_replayed(item, scratch) for item in tree)
     if isinstance(tree, dict):
-        return {name: _with_scratch(item, scratch) for name, item in tree.items()}
+        return {name: _as_replayed(item, scratch) for name, item in tree.items()}
     return tree
 
 

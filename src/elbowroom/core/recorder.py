@@ -182,6 +182,7 @@ class Recorder(TorchDispatchMode):
         self.aliases: dict[int, Tensor] = {}  # values that will be touched -> the tensor to hold then
         self.parameters: dict[int, torch.UntypedStorage] = {}  # parameters as they were read
         self.numbers: dict[int, int] = {}  # by id: the values that are parameters
+        self.restated: dict[int, tuple[Geometry, int]] = {}  # values whose shape is this call's own
         self.crowded: dict[int, list[int]] = {}  # storage -> the parameters in it, where there are several
         self.pending: list[tuple[int, Tensor, str]] = []  # touches since the last operator
         self.applied: tuple[int, ...] = ()  # touches applied before the operator that runs now
@@ -370,38 +371,55 @@ class Recorder(TorchDispatchMode):
         """The operator in a sibling program that is the same so far; else a draft begins here."""
         k = self.n_ops
         for sibling in self.region.family.programs:
-            if len(sibling.ops) > k and sibling.ops[k].wiring == wiring and self._may_switch(sibling):
-                self._stop_direct()
-                self.program = self.tape.program = sibling
-                self.expected = sibling.expected if not self.proving else []
-                self.strayed = False
-                return sibling.ops[k]
+            if len(sibling.ops) > k and sibling.ops[k].wiring == wiring and sibling.ops[k].touched == self.applied:
+                if self._may_switch(sibling):
+                    self._switch(sibling)
+                    return sibling.ops[k]
         self.leave()
         return None
 
+    def _saved_elsewhere(self, tensor: Tensor, value: int) -> bool:
+        """As ``_elsewhere``, where what autograd saves is what tells the programs apart."""
+        i = self.n_slots
+        for sibling in self.region.family.programs:
+            if len(sibling.slots) > i and sibling.slots[i].value == value and self._may_switch(sibling):
+                geometry = sibling.slots[i].geometry
+                if geometry is not None and geometry.fits(tensor):
+                    self._switch(sibling)
+                    return True
+        self.leave()
+        return False
+
+    def _switch(self, sibling: Program) -> None:
+        self._stop_direct()
+        self.program = self.tape.program = sibling
+        self.expected = sibling.expected if not self.proving else []
+        self.strayed = False
+
     def _may_switch(self, sibling: Program) -> bool:
-        """Whether everything that ``sibling`` needs from the part already run is there."""
-        k, n = self.n_ops, self.n_slots
-        if sibling is self.program or sibling.ops[k].touched != self.applied:
+        """Whether ``sibling`` is the same so far, and everything that it needs from the part already run is there."""
+        k, n, n_values = self.n_ops, self.n_slots, len(self.storages)
+        if sibling is self.program or len(sibling.ops) < k or len(sibling.slots) < n or len(sibling.values) < n_values:
             return False
         if k and sibling.ops[k - 1] is not self.program.ops[k - 1]:
             return False
-        if len(sibling.slots) < n or any(
+        if any(
             a.value != b.value or a.geometry != b.geometry
             for a, b in zip(sibling.slots[:n], self.program.slots[:n], strict=True)
         ):
             return False
         held = self.tape.held
-        made = range(sibling.ops[k].first_value)
-        if not all(
-            self._fits(sibling, v)
-            for v in made
-            if sibling.values[v].kind in (SOURCE, PARAMETER) and held[v] is not None
-        ):
-            return False
-        return all(held[v] is not None or v in self.aliases for v in made if v in sibling.holds) and not any(
-            at < k and not set(old) <= {v for v in made if held[v] is not None} for at, old in sibling.snapshots.items()
-        )
+        for v in range(n_values):
+            if (
+                sibling.values[v].maker < 0
+                and held[v] is not None
+                and v not in self.touched
+                and not self._fits(sibling, v)
+            ):
+                return False
+            if v in sibling.holds and held[v] is None and v not in self.aliases:
+                return False
+        return not any(at < k and not all(held[v] is not None for v in old) for at, old in sibling.snapshots.items())
 
     def leave(self) -> None:
         """This call does what no known program does: draft one that shares what was the same so far (rule 13)."""
@@ -421,6 +439,8 @@ class Recorder(TorchDispatchMode):
             )
         for slot in draft.slots:
             draft.values[slot.value].read = True
+        for v, (geometry, nbytes) in self.restated.items():
+            draft.values[v].geometry, draft.values[v].nbytes = geometry, nbytes
         draft.watched = self.watched
         self.expected = []
         self.following = self.strayed = False
@@ -602,6 +622,10 @@ class Recorder(TorchDispatchMode):
                     address = storage._cdata
                     storages.append(address)
                     held.append(self._hold(value, tensor) if value in holds else None)
+                    if op.facts.dynamic or self.n_ops in self.tape.variants:
+                        geometry = self.program.values[value].geometry
+                        if geometry is not None and not geometry.fits(tensor):
+                            self.restated[value] = (geometry_of(tensor), storage.nbytes())
                     if address not in table:
                         self.guards.append(storage._weak_ref())
                         table[address] = value
@@ -688,11 +712,14 @@ class Recorder(TorchDispatchMode):
         if self.following:
             slots = self.program.slots
             if not self.strayed and i < len(slots) and slots[i].value == value and slots[i].geometry.fits(tensor):  # type: ignore[union-attr]
+                known = True
+            else:
+                known = self._saved_elsewhere(tensor, value)
+            if known:
                 self.n_slots += 1
                 if self.proving:
                     self.late[i] = (tensor, version_of(tensor))
                 return i
-            self.leave()
         self.program.slots.append(Slot(value, geometry_of(tensor, self.base_geometry(value)), value))
         self.program.values[value].read = True
         self.late[i] = (tensor, version_of(tensor))

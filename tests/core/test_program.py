@@ -122,7 +122,7 @@ def assert_runs(program: Program, sweep: Sweep, hand: bytearray, target: int) ->
             assert old in frees, "somebody reads the old version later"
             assert not hand[old], "a replay must not write to what is held"
             assert old not in sweep.leaves
-        env |= set(op.made)
+        env |= {v for v in op.made if not hand[v]}  # what is kept stays what it is
         assert set(frees) <= env
         env -= set(frees)
     assert target in env

@@ -18,7 +18,15 @@ from torch.nn import Module, Parameter
 from elbowroom.core.geometry import geometry_of, has_strided_storage, over
 from elbowroom.core.operators import Facts, written_arguments
 from elbowroom.core.program import (
-    MADE, OPAQUE, PARAMETER, KeptRow, Operator, Ref, Slot, Value, refs_of, tensors_of,
+    MADE,
+    OPAQUE,
+    PARAMETER,
+    Operator,
+    Ref,
+    Slot,
+    Value,
+    refs_of,
+    tensors_of,
 )  # fmt: skip
 from elbowroom.core.proof import AddressWatch, Rerun, fingerprint, in_generated_code, provable
 from elbowroom.core.replayer import hermetic
@@ -64,7 +72,11 @@ class Draft:
         self.rerun: Rerun | None = None
         self.before: dict[int, tuple[Tensor, int]] = {}
         self.generated = recorder.watched and in_generated_code()
-        proving = recorder.proving or (known is not None and recorder.region.verify != "never")
+        proving = recorder.proving or (
+            known is not None
+            and recorder.region.verify != "never"
+            and scalars not in recorder.program.proved_scalars.get(recorder.n_ops, ())
+        )
         if proving and not self.generated and not facts.empty:
             self._prepare_proof(recorder)
 
@@ -148,6 +160,8 @@ def record(recorder: Recorder, draft: Draft, out: Any) -> None:
     if known is not None:
         if known.scalars != draft.scalars:
             recorder.tape.variants[recorder.n_ops] = _variant(known, draft)
+            if draft.rerun is not None:
+                recorder.program.remember_scalars(recorder.n_ops, draft.scalars)
         recorder.follow(known, draft.args, draft.kwargs, out)
     else:
         _append(recorder, draft, out, undeclared, bad, bad_writes, why)
@@ -289,9 +303,7 @@ def _decide(recorder: Recorder, op: Operator, value: int, tensor: Tensor) -> Non
     from elbowroom.core.recorder import alias
 
     info = recorder.program.values[value]
-    if info.kind == OPAQUE:
-        recorder.program.kept_rows.append(KeptRow(str(op.func), op.line, info.nbytes, info.why))
-    else:
+    if info.kind == MADE:
         info.keep = recorder.asks_to_keep(info, op, tensor)
     if info.at_hand:
         recorder.tape.held[value] = alias(tensor, info.geometry)
@@ -304,9 +316,6 @@ def opaque_value(recorder: Recorder, of: int, tensor: Tensor, why: str) -> Value
     nbytes = tensor.untyped_storage().nbytes()
     value = Value(OPAQUE, -1, nbytes, before.geometry, tensor.device, why)
     value.alias_of = of
-    maker = before.maker
-    op = program.ops[maker] if maker >= 0 else None
-    program.kept_rows.append(KeptRow(str(op.func) if op else "an input", op.line if op else "", nbytes, why))
     return value
 
 
@@ -352,9 +361,9 @@ def conclude(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         _look_again(recorder)
     recorder._apply_touches()
     program = recorder.program
-    if recorder.following and not _ends_as_known(recorder):
+    if recorder.following and not _ends_as_known(recorder) and not recorder.ended_elsewhere():
         recorder.leave()
-        program = recorder.program
+    program = recorder.program
     if not recorder.following:
         program.touched_last = recorder.applied
         program.slots = _bindings(recorder)
@@ -420,11 +429,14 @@ def _bindings(recorder: Recorder) -> list[Slot]:
         if slot.value in recorder.crowded.get(recorder.storages[slot.value], ()) and values[newest].kind == PARAMETER:
             newest = slot.value  # another parameter of the same flat storage is no newer version of this one
         tensor, version = recorder.late.get(i, (None, None))
-        dead = slot.dead if tensor is None else ""
-        if tensor is None and newest != slot.value and not recorder.following:
-            # Saved while a program was followed that this call left: what that program knew still holds of it. Where it
-            # knew of no write, the old content is what plain autograd saved.
-            newest = slot.value if slot.bound == slot.value else newest
+        dead = ""
+        if tensor is None and not recorder.following:
+            # Saved while a program was followed that this call left. A write that it knew of has the outcome that it knew;
+            # of another one the counters are not known: the old content, which is what autograd saved.
+            if newest != slot.value and (slot.dead or slot.bound == newest):
+                dead = slot.dead
+            else:
+                newest = slot.value
         elif newest != slot.value and (tensor is None or tensor.is_inference() or tensor._version != version):
             touched_only = newest < len(values) and values[newest].alias_of == slot.value
             if not (touched_only or torch.autograd.graph._allow_mutation_on_saved_tensors_enabled):
@@ -457,8 +469,6 @@ def _keep_what_lost_its_source(recorder: Recorder) -> None:
         value = program.values[slot.bound]
         value.kind, value.why = OPAQUE, "the input it was computed from was overwritten"
         recorder.tape.held[slot.bound] = alias(recorder.late[i][0], value.geometry)
-        op = program.ops[value.maker]
-        program.kept_rows.append(KeptRow(str(op.func), op.line, value.nbytes, value.why))
     program.finish()
 
 

@@ -24,6 +24,10 @@ MADE = "made"  # an operator of the region made it: it can be replayed
 OPAQUE = "opaque"  # its making was not seen, or replays otherwise: always kept (rule 8)
 
 
+#: Sets of scalars remembered as proved for one operator; a schedule has ever new ones.
+MAX_SCALARS = 8
+
+
 class Ref(NamedTuple):
     """A tensor argument: a value and the geometry over it (None: a tensor without strided storage)."""
 
@@ -175,7 +179,7 @@ class Program:
         frozenset()
     )  # kept values that plain autograd would not have saved: others may write to them
     unsaved: frozenset[int] = frozenset()  # sources that replays need and plain autograd would not have saved
-    kept_rows: list[KeptRow] = field(default_factory=list)
+    proved_scalars: dict[int, list[list[Any]]] = field(default_factory=dict)
     replays: int = 0
     sweeps: dict[tuple[int, bytes, bytes], Sweep] = field(default_factory=dict)
 
@@ -190,8 +194,24 @@ class Program:
         draft.ops = self.ops[:n_ops]
         draft.values = [copy.copy(v) for v in self.values[:n_values]]
         draft.slots = self.slots[:n_slots]
-        draft.kept_rows = list(self.kept_rows)
         return draft
+
+    @property
+    def kept_rows(self) -> list[KeptRow]:
+        """The opaque values: whose they are and why they are kept."""
+        rows = []
+        for value in self.values:
+            if value.kind == OPAQUE:
+                maker = value.maker if value.alias_of is None else self.values[value.alias_of].maker
+                op = self.ops[maker] if maker >= 0 else None
+                rows.append(KeptRow(str(op.func) if op else "an input", op.line if op else "", value.nbytes, value.why))
+        return rows
+
+    def remember_scalars(self, k: int, scalars: list[Any]) -> None:
+        """Operator ``k`` is proved with these scalars, too: a call that has them again needs no proof for it."""
+        known = self.proved_scalars.setdefault(k, [])
+        known.append(scalars)
+        del known[:-MAX_SCALARS]
 
     # What is needed, and by how many -------------------------------------------------------------------------------
 

@@ -390,6 +390,22 @@ class Recorder(TorchDispatchMode):
         self.leave()
         return False
 
+    def ended_elsewhere(self) -> bool:
+        """Whether the whole call, now that it is over, was a sibling's."""
+        if self.failure is not None or self.lost:
+            return False
+        for sibling in self.region.family.programs:
+            if (
+                len(sibling.ops) == self.n_ops
+                and len(sibling.slots) == self.n_slots
+                and len(sibling.values) == len(self.storages)
+                and sibling.touched_last == self.applied
+                and self._may_switch(sibling)
+            ):
+                self._switch(sibling)
+                return True
+        return False
+
     def _switch(self, sibling: Program) -> None:
         self._stop_direct()
         self.program = self.tape.program = sibling

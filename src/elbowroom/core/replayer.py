@@ -391,7 +391,7 @@ class Tape:
             if default_dtype is not op.default_dtype:
                 torch.set_default_dtype(default_dtype)
         for v, result in zip(op.outputs, (out,) if isinstance(out, Tensor) else tensors_of(out), strict=True):
-            if v >= 0 and v not in env:  # a result that is kept stays what it is
+            if v >= 0 and not self._hand[v]:  # a result that is kept stays what it is
                 geometry = values[v].geometry
                 if (op.facts.dynamic or k in self.variants) and geometry is not None and not geometry.fits(result):
                     # Its shape hangs on data or scalars: readers were compared by the geometry that the program says.

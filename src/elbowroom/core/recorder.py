@@ -123,11 +123,13 @@ def unpack(packed: Any) -> Tensor:
             return packed.tape.fetch(packed.index)  # type: ignore[no-any-return]
     if kind is tuple:  # a source that autograd holds itself, and the version it had
         tensor, version, program, value = packed
-        if tensor._version != version or (tensor.numel() and not tensor.untyped_storage().nbytes()):
+        freed = tensor.numel() and not tensor.untyped_storage().nbytes()
+        if freed or tensor._version != version:
             raise ChangedTensorError(
                 describe(program.values[value]),
                 recorded_version=version,
                 found_version=tensor._version,
+                cause="its storage was freed" if freed else None,
                 remedy="Plain autograd refuses it, too: change it after backward, or give the region a copy of it.",
             )
         return tensor  # type: ignore[no-any-return]
@@ -196,8 +198,10 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.tape.keys is None:
             self._learn_keys()
-        if self.stopped or self.paused is not None or type(func) is not torch._ops.OpOverload:
-            return func(*args, **kwargs)  # a higher-order operator: what it returns is a source to whoever reads it
+        if self.stopped or self.paused is not None:
+            return func(*args, **kwargs)
+        if type(func) is not torch._ops.OpOverload:
+            return self._beside(func, args, kwargs)
         if types and any(is_traceable_wrapper_subclass(t) for t in tensors_of((args, kwargs))):
             return NotImplemented  # the subclass runs, and its inner operators come here (rule 11)
         facts = facts_of(func)
@@ -236,6 +240,18 @@ class Recorder(TorchDispatchMode):
                 self._after(step, func, args, kwargs, out)
         except Exception as error:
             self._stop(error)
+        return out
+
+    def _beside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A higher-order operator, whose results are sources to whoever reads them; or one on a bound object (a process
+        group, a queue), which may write now or later to any tensor it was given (rule 8)."""
+        out = func(*args, **kwargs)
+        if isinstance(func, torch._ops.OpOverload):
+            try:
+                with torch._C.DisableTorchFunction():
+                    drafting.make_opaque(self, (args, kwargs, out), f"{func} communicates")
+            except Exception as error:
+                self._stop(error)
         return out
 
     def _after(self, step: Operator | drafting.Draft | None, func: Any, args: Any, kwargs: Any, out: Any) -> None:

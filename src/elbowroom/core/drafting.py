@@ -5,17 +5,18 @@ Functions over a Recorder that drafts a program (or proves a known one again); t
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from elbowroom.core.geometry import geometry_of, has_strided_storage, over
+from elbowroom.core.geometry import geometry_of, has_strided_storage
+from elbowroom.core.hermetic import hermetic
+from elbowroom.core.matching import over_storage
+from elbowroom.core.numbering import alias
 from elbowroom.core.operators import Facts, written_arguments
 from elbowroom.core.program import (
     MADE,
@@ -23,14 +24,11 @@ from elbowroom.core.program import (
     PARAMETER,
     Operator,
     Ref,
-    Slot,
     Value,
     refs_of,
     tensors_of,
 )  # fmt: skip
-from elbowroom.core.proof import AddressWatch, Rerun, fingerprint, in_generated_code, provable
-from elbowroom.core.replayer import hermetic
-from elbowroom.errors import UsageError
+from elbowroom.core.proof import Rerun, fingerprint, in_generated_code, provable
 
 if TYPE_CHECKING:
     from elbowroom.core.recorder import Recorder
@@ -125,13 +123,13 @@ def look(recorder: Recorder, facts: Facts, args: Any, kwargs: Any) -> None:
             with hermetic(recorder.tape.keys):
                 now = fingerprint(tensor)
             if now != recorder.prints[value]:
-                _written_unseen(recorder, value, tensor)
+                written_unseen(recorder, value, tensor)
                 recorder.prints[value] = now
 
 
-def _written_unseen(recorder: Recorder, value: int, tensor: Tensor) -> None:
+def written_unseen(recorder: Recorder, value: int, tensor: Tensor) -> None:
     """Somebody wrote to a value's storage: what was made becomes opaque; the content that readers saw of others is lost."""
-    if recorder._kind(value) == MADE:
+    if recorder.kind_of(value) == MADE:
         recorder.touch(tensor, UNSEEN_WRITE)
     elif any(value in op.reads for op in recorder.program.ops[: recorder.n_ops]):
         recorder.lost.add(value)
@@ -300,23 +298,11 @@ def _new_output(recorder: Recorder, op: Operator, index: int, tensor: Tensor, op
 
 def _decide(recorder: Recorder, op: Operator, value: int, tensor: Tensor) -> None:
     """Hold what is opaque, and what the policy asks for."""
-    from elbowroom.core.recorder import alias
-
     info = recorder.program.values[value]
     if info.kind == MADE:
         info.keep = recorder.asks_to_keep(info, op, tensor)
     if info.at_hand:
         recorder.tape.held[value] = alias(tensor, info.geometry)
-
-
-def opaque_value(recorder: Recorder, of: int, tensor: Tensor, why: str) -> Value:
-    """The version of ``of`` that began when its address was taken."""
-    program = recorder.program
-    before = program.values[of]
-    nbytes = tensor.untyped_storage().nbytes()
-    value = Value(OPAQUE, -1, nbytes, before.geometry, tensor.device, why)
-    value.alias_of = of
-    return value
 
 
 def make_opaque(recorder: Recorder, tree: Any, why: str) -> None:
@@ -331,8 +317,6 @@ def make_opaque(recorder: Recorder, tree: Any, why: str) -> None:
 
 def label(recorder: Recorder, tensor: Tensor, text: str) -> bool:
     """Name the value under ``tensor``; false if this recorder does not know it."""
-    from elbowroom.core.recorder import alias
-
     if not has_strided_storage(tensor):
         return False
     value = recorder.table.get(tensor.untyped_storage()._cdata)
@@ -352,151 +336,9 @@ def label(recorder: Recorder, tensor: Tensor, text: str) -> bool:
     return True
 
 
-# The end of the region ----------------------------------------------------------------------------------------------
-
-
-def conclude(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Bind what was saved, finish the program, and let the tape go of what nothing needs."""
-    if recorder.proving:
-        _look_again(recorder)
-    recorder._apply_touches()
-    program = recorder.program
-    if recorder.following and not _ends_as_known(recorder) and not recorder.ended_elsewhere():
-        recorder.leave()
-    program = recorder.program
-    if not recorder.following:
-        program.touched_last = recorder.applied
-        program.slots = _bindings(recorder)
-        _name_sources(recorder, args, kwargs)
-        program.finish()
-        _keep_what_lost_its_source(recorder)
-        recorder.region.family.add(program)
-    for v, storage in recorder.parameters.items():
-        held = recorder.tape.held[v]
-        if isinstance(held, Parameter) and held.untyped_storage()._cdata != storage._cdata:
-            # Somebody gave the parameter other data while the region ran: what was read is what a replay reads.
-            geometry = program.values[v].geometry
-            assert geometry is not None
-            recorder.tape.held[v] = over(storage, geometry, held.device)
-    recorder.region.ran(program, proved=recorder.proving)
-    if recorder.may_be_direct:
-        recorder.tape.direct = program.direct
-    recorder.tape.close()
-
-
-def _ends_as_known(recorder: Recorder) -> bool:
-    """Whether the call was the program's to its end; a proof that no longer holds is an error (rule 9)."""
-    program = recorder.program
-    lost = [v for v in recorder.lost if v < len(program.counts) and program.counts[v]]
-    if lost:
-        recorder.doubt(next((op for op in program.ops if lost[0] in op.reads), None))
-        return False
-    if recorder.strayed or recorder.n_ops != len(program.ops) or recorder.n_slots != len(program.slots):
-        return False
-    if recorder.applied != program.touched_last:
-        recorder.doubt(program.ops[-1] if program.ops else None)
-        return False
-    if len(recorder.storages) != len(program.values):
-        return False
-    return not recorder.proving or _bindings(recorder) == program.slots
-
-
-def _look_again(recorder: Recorder) -> None:
-    """Writes that nobody recorded, after the last reader: compare fingerprints at the region's end (rule 9)."""
-    assert recorder.tape.keys is not None or not recorder.prints
-    if recorder.tape.keys is None:
-        return
-    seen = set()
-    with hermetic(recorder.tape.keys):
-        saved = [t for t, _ in recorder.late.values()]
-        for tensor in [*saved, *(h for h in recorder.tape.held if isinstance(h, Tensor) and has_strided_storage(h))]:
-            value = recorder.table.get(tensor.untyped_storage()._cdata)
-            if value is None or value in seen or value not in recorder.prints or not provable(tensor):
-                continue
-            seen.add(value)
-            if fingerprint(tensor) != recorder.prints[value]:
-                _written_unseen(recorder, value, tensor)
-
-
-def _bindings(recorder: Recorder) -> list[Slot]:
-    """A saved tensor means its storage as it is when the region ends, unless plain autograd would refuse it (rule 6)."""
-    from elbowroom.core.recorder import alias
-
-    values = recorder.program.values
-    slots = []
-    for i, slot in enumerate(recorder.program.slots[: recorder.n_slots]):
-        newest = recorder.table[recorder.storages[slot.value]]
-        if slot.value in recorder.crowded.get(recorder.storages[slot.value], ()) and values[newest].kind == PARAMETER:
-            newest = slot.value  # another parameter of the same flat storage is no newer version of this one
-        tensor, version = recorder.late.get(i, (None, None))
-        dead = ""
-        if tensor is None and not recorder.following:
-            # Saved while a program was followed that this call left. A write that it knew of has the outcome that it knew;
-            # of another one the counters are not known: the old content, which is what autograd saved.
-            if newest != slot.value and (slot.dead or slot.bound == newest):
-                dead = slot.dead
-            else:
-                newest = slot.value
-        elif newest != slot.value and (tensor is None or tensor.is_inference() or tensor._version != version):
-            touched_only = newest < len(values) and values[newest].alias_of == slot.value
-            if not (touched_only or torch.autograd.graph._allow_mutation_on_saved_tensors_enabled):
-                dead = (
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"[{slot.geometry}] is at version {'?' if tensor is None else tensor._version}; "
-                    f"expected version {version} instead."
-                )
-        if values[newest].unfilled and tensor is not None and not recorder.following:
-            info = values[newest]
-            info.kind, info.why = OPAQUE, "it was saved before any recorded operator filled it"
-            recorder.tape.held[newest] = alias(tensor, info.geometry)
-        slots.append(Slot(slot.value, slot.geometry, newest, dead))
-    return slots
-
-
-def _keep_what_lost_its_source(recorder: Recorder) -> None:
-    """Saved values that only a lost source could replay: keep them, while autograd's own tensor is still here."""
-    from elbowroom.core.recorder import alias
-
-    program = recorder.program
-    if not recorder.lost:
-        return
-    for i, slot in enumerate(program.slots):
-        leaves: set[int] = set()
-        at_hand = bytearray(v.at_hand for v in program.values)
-        program.needs(slot.bound, at_hand, set(), leaves)
-        if slot.dead or not leaves & recorder.lost or slot.bound in recorder.lost or i not in recorder.late:
-            continue
-        value = program.values[slot.bound]
-        value.kind, value.why = OPAQUE, "the input it was computed from was overwritten"
-        recorder.tape.held[slot.bound] = alias(recorder.late[i][0], value.geometry)
-    program.finish()
-
-
-def _name_sources(recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    names: dict[int, str] = {}
-    for i, tensor in enumerate(tensors_of(args)):
-        if has_strided_storage(tensor):
-            names[tensor.untyped_storage()._cdata] = f"argument {i}"
-    for key, item in kwargs.items():
-        for tensor in tensors_of(item):
-            if has_strided_storage(tensor):
-                names[tensor.untyped_storage()._cdata] = f"argument {key!r}"
-    module = recorder.region.module()
-    if module is not None:
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            if has_strided_storage(tensor):
-                names[tensor.untyped_storage()._cdata] = f"{type(tensor).__name__.lower()} {name!r}"
-    for v, value in enumerate(recorder.program.values):
-        if value.maker < 0 and value.name is None:
-            value.name = names.get(recorder.storages[v])
-
-
-# Odds and ends of recording -----------------------------------------------------------------------------------------
-
-
 def _template(recorder: Recorder, tree: Any) -> Any:
     if isinstance(tree, Tensor):
-        value = recorder._value(tree)
+        value = recorder.value_of(tree)
         return Ref(value, geometry_of(tree, recorder.base_geometry(value)) if recorder.storages[value] else None)
     if isinstance(tree, list):
         return [_template(recorder, item) for item in tree]
@@ -509,11 +351,6 @@ def _template(recorder: Recorder, tree: Any) -> Any:
 
 def _covers(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
-
-
-def over_storage(tree: Any, address: int) -> Tensor:
-    """The first tensor in ``tree`` over a storage."""
-    return next(t for t in tensors_of(tree) if has_strided_storage(t) and t.untyped_storage()._cdata == address)
 
 
 def where(recorder: Recorder) -> tuple[str, str]:
@@ -534,25 +371,3 @@ def where(recorder: Recorder) -> tuple[str, str]:
             break
         frame = frame.f_back  # type: ignore[assignment]
     return line or "unknown", module
-
-
-@contextlib.contextmanager
-def watching(recorder: Recorder) -> Iterator[None]:
-    """Watch who takes addresses, while the recorder is told to."""
-    if not recorder.watched:
-        yield
-    else:
-        with AddressWatch(recorder.touch):
-            yield
-
-
-def explained(error: RuntimeError, region: str) -> UsageError | None:
-    """A clearer error for what torch refuses inside a region (rule 10)."""
-    text = str(error)
-    if "saved tensor hooks" in text and "torch.func" in text:
-        return UsageError(
-            f"region {region} calls a gradient transform of torch.func (grad, vjp, jacrev, ...) inside it, and torch does "
-            f"not allow that under saved-tensor hooks, which checkpointing needs. Leave this region out, or use "
-            f"torch.autograd.grad(..., create_graph=True) in it. A transform around the region works."
-        )
-    return None

@@ -7,8 +7,8 @@ nothing the first time), so structure is watched as well: whoever takes the addr
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from elbowroom.core.geometry import geometry_of, over, whole_storage
+from elbowroom.core.hermetic import Keys, hermetic
 from elbowroom.core.operators import Facts
 from elbowroom.core.program import tensors_of
-from elbowroom.core.replayer import Keys, hermetic
 from elbowroom.core.rng import States, drawing_from, standing_still
 
 #: Namespaces whose operators have the tag if they draw.

@@ -12,9 +12,10 @@ import torch
 import torch.utils.checkpoint
 from torch.nn import Module
 
+from elbowroom.core.handles import mind_dynamo
 from elbowroom.core.policies import Policy, everything, key_of, policy_of
 from elbowroom.core.program import Program
-from elbowroom.core.recorder import Recorder, mind_dynamo
+from elbowroom.core.recorder import Recorder
 from elbowroom.errors import UsageError
 
 #: Programs remembered for one piece of code; the longest unused is forgotten.

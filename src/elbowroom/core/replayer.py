@@ -14,64 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKey, DispatchKeySet
-from torch.utils._python_dispatch import _disable_current_modes
 
 from elbowroom.core.flags import Flags
 from elbowroom.core.geometry import over, view
+from elbowroom.core.hermetic import Keys, hermetic, undisturbed
 from elbowroom.core.program import MADE, Operator, Program, Ref, Value, tensors_of
 from elbowroom.core.rng import States, drawing_from
 from elbowroom.errors import ChangedTensorError, ReplayError
-
-#: Excluded inside dispatch-mode handlers by torch; without them some operators compute other bits (rule 2).
-LAZY_BITS = (
-    DispatchKeySet(DispatchKey.Conjugate)
-    | DispatchKeySet(DispatchKey.Negative)
-    | DispatchKeySet(DispatchKey.ZeroTensor)
-)
-
-#: Thread-local dispatch keys (included, excluded) under which an operator was recorded.
-Keys = tuple[DispatchKeySet, DispatchKeySet]
-
-
-class hermetic:  # noqa: N801, it reads as a statement
-    """Nothing of the surroundings reaches a replay: modes, transforms, autocast, autograd are off (rule 2)."""
-
-    __slots__ = ("_grad_mode", "_guards", "fake", "keys")
-
-    def __init__(self, keys: Keys, fake: Any = None) -> None:
-        self.keys = keys
-        self.fake = fake
-
-    def __enter__(self) -> None:
-        guards: list[Any] = [torch._C.DisableTorchFunction()]
-        if torch._C._len_torch_dispatch_stack():
-            guards.append(_disable_current_modes())
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            guards.append(torch._C._DisableFuncTorch())
-        guards.append(torch._C._ForceDispatchKeyGuard(*self.keys))
-        if self.fake is not None:
-            guards.append(self.fake)
-        self._grad_mode = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        for guard in guards:
-            guard.__enter__()
-        self._guards = guards
-
-    def __exit__(self, *exception: Any) -> None:
-        while self._guards:
-            self._guards.pop().__exit__(*exception)
-        torch._C._set_grad_enabled(self._grad_mode)
-
-
-def _undisturbed() -> bool:
-    """Whether a view can be made as it is: no mode, no transform, no graph would see it."""
-    return not (
-        torch.is_grad_enabled()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -215,7 +164,7 @@ class Tape:
             if self._unpacked and task != -1:
                 self._call_back()
             recorded = program.values[value].geometry
-            if slot.geometry is recorded or _undisturbed():
+            if slot.geometry is recorded or undisturbed():
                 tensor = view(base, recorded, slot.geometry)
             else:
                 assert self.keys is not None
@@ -392,16 +341,19 @@ class Tape:
                 torch.set_default_dtype(default_dtype)
         for v, result in zip(op.outputs, (out,) if isinstance(out, Tensor) else tensors_of(out), strict=True):
             if v >= 0 and not self._hand[v]:  # a result that is kept stays what it is
-                geometry = values[v].geometry
-                if (op.facts.dynamic or k in self.variants) and geometry is not None and not geometry.fits(result):
-                    # Its shape hangs on data or scalars: readers were compared by the geometry that the program says.
-                    if result.untyped_storage().nbytes() >= geometry.extent_bytes:
-                        result = over(result.untyped_storage(), geometry, result.device)
-                env[v] = result
+                env[v] = self._as_recorded(result, values[v]) if op.facts.dynamic or k in self.variants else result
         for old, new, _ in op.writes:
             geometry = values[new].geometry
             assert geometry is not None
             env[new] = over(scratch[old], geometry, values[new].device)
+
+    @staticmethod
+    def _as_recorded(result: Tensor, value: Value) -> Tensor:
+        """A result whose shape hangs on data or scalars, in the geometry that the program says: readers were compared by it."""
+        geometry = value.geometry
+        if geometry is None or geometry.fits(result) or result.untyped_storage().nbytes() < geometry.extent_bytes:
+            return result
+        return over(result.untyped_storage(), geometry, result.device)
 
     def _scratch_for(
         self, op: Operator, env: dict[int, Tensor], ours: frozenset[int]

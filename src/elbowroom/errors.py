@@ -52,8 +52,7 @@ class ReplayError(ElbowroomError, RuntimeError):
         self.shapes = shapes
         self.line = line
         super().__init__(
-            f"replaying {operator} of region {region} failed: {cause}\n"
-            f"  inputs: {shapes}\n  first run at: {line}"
+            f"replaying {operator} of region {region} failed: {cause}\n  inputs: {shapes}\n  first run at: {line}"
         )
 
 
@@ -71,8 +70,9 @@ class ProofError(ElbowroomError, RuntimeError):
         self.calls_in_doubt = calls_in_doubt
         super().__init__(
             f"region {region}: {operator} at {line} replayed bit for bit when it was first proved, and no longer does: "
-            f"something writes its result (or its inputs) behind PyTorch's back. Up to {calls_in_doubt} calls since the last "
-            f"proof may have had wrong gradients. Keep its result (keep={operator!r}), or run with verify='always'."
+            f"something writes its result (or its inputs) behind PyTorch's back. Up to {calls_in_doubt} calls since "
+            f"the last proof may have had wrong gradients. Keep its result (list the operator in keep=[...]), or run "
+            f"with verify='always'."
         )
 
 

@@ -22,7 +22,7 @@ from elbowroom.errors import UsageError
 
 M = TypeVar("M", bound=Module)
 
-#: Keywords of torch.utils.checkpoint that replay makes moot: nothing is run again, so there is nothing to set up for it.
+#: Keywords of torch.utils.checkpoint that replay makes moot: nothing is run again, so nothing is set up for it.
 MOOT = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 
 #: Settings remembered for one callable; the oldest are forgotten.
@@ -46,8 +46,8 @@ def checkpoint(fn: Any = None, *args: Any, keep: Any = None, verify: str = "firs
         fn: any callable: a function, a module, a method.
         keep: what to keep instead of replaying: a ready policy's name (``"nothing"``, ``"everything"``, ``"matmuls"``,
             ``"attention"``), a callable on ``policies.Candidate``, or a list of operators and labels (see ``name``).
-        verify: ``"first"`` proves each new program while it is recorded, and again at calls 2, 4, 8, ...; ``"always"`` at
-            every call; ``"never"`` trusts.
+        verify: ``"first"`` proves each new program while it is recorded, and again at calls 2, 4, 8, ...; ``"always"``
+            at every call; ``"never"`` trusts.
 
     Raises:
         TypeError: ``fn`` is not callable.
@@ -260,12 +260,12 @@ def unwrap(module: M) -> M:
         if wrapping.inner is not None:
             module.__dict__["forward"] = wrapping.inner
         if "_elbowroom_original" in type(module).__dict__:  # else another engine put its own class on top
-            module.__class__ = type(module)._elbowroom_original
+            module.__class__ = type(module)._elbowroom_original  # type: ignore[attr-defined]
     return module
 
 
 def name(tensor: Tensor, label: str) -> Tensor:
-    """Label a value, so that ``keep=[label]`` can name it. Returns the tensor; outside a region it does nothing else."""
+    """Label a value, so that ``keep=[label]`` can name it. Returns the tensor; outside a region it does no more."""
     if not isinstance(label, str):
         raise UsageError(f"name(tensor, label): the label is a string, got {type(label).__name__}")
     with torch._C.DisableTorchFunction():

@@ -79,7 +79,7 @@ class Draft:
             self._prepare_proof(recorder)
 
     def _overwritten(self, recorder: Recorder) -> set[int]:
-        """Values whose old content the operator does not need: written over as a whole, and read by no other argument."""
+        """Values whose old content is not needed: written over as a whole, and read by no other argument."""
         times_read: dict[int, int] = {}
         for ref in refs_of(self.template):
             times_read[ref.value] = times_read.get(ref.value, 0) + 1
@@ -128,7 +128,7 @@ def look(recorder: Recorder, facts: Facts, args: Any, kwargs: Any) -> None:
 
 
 def written_unseen(recorder: Recorder, value: int, tensor: Tensor) -> None:
-    """Somebody wrote to a value's storage: what was made becomes opaque; the content that readers saw of others is lost."""
+    """Somebody wrote to a value's storage: what was made becomes opaque; of others, what readers saw is lost."""
     if recorder.kind_of(value) == MADE:
         recorder.touch(tensor, UNSEEN_WRITE)
     elif any(value in op.reads for op in recorder.program.ops[: recorder.n_ops]):
@@ -227,7 +227,8 @@ def _append(
     op.line, op.module = where(recorder)
     op.opaque = draft.generated
     op.flat = type(out) is tuple and all(isinstance(t, Tensor) for t in out)
-    op.proved = draft.rerun is not None and not bad and not bad_writes
+    # An allocation has no content to prove: read before a recorded fill, its value becomes opaque.
+    op.proved = draft.facts.empty or (draft.rerun is not None and not bad and not bad_writes)
     if not (bad or bad_writes or undeclared):
         why = ""
     if op.opaque:
@@ -290,7 +291,7 @@ def _new_output(recorder: Recorder, op: Operator, index: int, tensor: Tensor, op
     value.unfilled = op.facts.empty and storage.nbytes() > 0
     recorder.program.values.append(value)
     new = recorder.number(address, None)
-    recorder.guards.append(storage._weak_ref())
+    recorder.guards.append(storage._weak_ref())  # type: ignore[arg-type]  # an int, whatever its stub says
     recorder.table[address] = new
     _decide(recorder, op, new, tensor)
     return new
@@ -306,7 +307,7 @@ def _decide(recorder: Recorder, op: Operator, value: int, tensor: Tensor) -> Non
 
 
 def make_opaque(recorder: Recorder, tree: Any, why: str) -> None:
-    """An operator ran that cannot be replayed (it talks to other processes, it resizes): keep all it touched (rule 8)."""
+    """An operator that cannot be replayed (it talks to other processes, it resizes): keep all it touched (rule 8)."""
     for tensor in tensors_of(tree):
         if has_strided_storage(tensor) and recorder.table.get(tensor.untyped_storage()._cdata) is not None:
             recorder.touch(tensor, why)

@@ -1,4 +1,4 @@
-"""The end of a region: bind what was saved, finish the program, let the tape go of what nothing needs (rules 4, 6, 9)."""
+"""The end of a region: bind what was saved, finish the program, let go of what nothing needs (rules 4, 6, 9)."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _look_again(recorder: Recorder) -> None:
 
 
 def _bindings(recorder: Recorder) -> list[Slot]:
-    """A saved tensor means its storage as it is when the region ends, unless plain autograd would refuse it (rule 6)."""
+    """A saved tensor means its storage as it is at the region's end, unless plain autograd would refuse it (rule 6)."""
     values = recorder.program.values
     slots = []
     for i, slot in enumerate(recorder.program.slots[: recorder.n_slots]):
@@ -94,8 +94,8 @@ def _bindings(recorder: Recorder) -> list[Slot]:
         tensor, version = recorder.late.get(i, (None, None))
         dead = ""
         if tensor is None and not recorder.following:
-            # Saved while a program was followed that this call left. A write that it knew of has the outcome that it knew;
-            # of another one the counters are not known: the old content, which is what autograd saved.
+            # Saved while a program was followed that this call left. A write that it knew of has the outcome that it
+            # knew; of another one the counters are not known: the old content, which is what autograd saved.
             if newest != slot.value and (slot.dead or slot.bound == newest):
                 dead = slot.dead
             else:
@@ -157,8 +157,8 @@ def explained(error: RuntimeError, region: str) -> UsageError | None:
     text = str(error)
     if "saved tensor hooks" in text and "torch.func" in text:
         return UsageError(
-            f"region {region} calls a gradient transform of torch.func (grad, vjp, jacrev, ...) inside it, and torch does "
-            f"not allow that under saved-tensor hooks, which checkpointing needs. Leave this region out, or use "
+            f"region {region} calls a gradient transform of torch.func (grad, vjp, jacrev, ...) inside it, and torch "
+            f"does not allow that under saved-tensor hooks, which checkpointing needs. Leave this region out, or use "
             f"torch.autograd.grad(..., create_graph=True) in it. A transform around the region works."
         )
     return None

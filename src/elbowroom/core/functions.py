@@ -42,7 +42,7 @@ class _Context:
 
 
 class FunctionCall:
-    """The operator that stands for a function class: called with forward's arguments, returns results and saved tensors."""
+    """The operator that stands for a function class: from forward's arguments to results and saved tensors."""
 
     namespace = "function"
 
@@ -70,8 +70,9 @@ def _has_setup_context(function: type[Function]) -> bool:
 
 
 def replayable(function: F) -> F:
-    """Declare that an ``autograd.Function`` may be replayed as one operator: its forward depends on its arguments and on
-    torch's generators only, and writes to none of them.
+    """Declare that an ``autograd.Function`` may be replayed as one operator.
+
+    Its forward then depends on its arguments and on torch's generators only, and writes to none of its arguments.
 
     Use it on functions around raw kernels; without it what they make is kept. Returns the class itself; it works as a
     decorator. The proof compares a second run bit for bit: a function that does not repeat is kept all the same.
@@ -85,7 +86,7 @@ def replayable(function: F) -> F:
     call = FunctionCall(function)
 
     def recorded_apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        apply = super(function, cls).apply  # type: ignore[misc]
+        apply: Any = super(function, cls).apply  # type: ignore[arg-type]
         own = cls.__dict__.get("_elbowroom_call")
         watching = [r for r in recorders() if not r.stopped and r.paused is None] if torch.is_grad_enabled() else []
         if own is None or not watching or kwargs:  # a subclass is another function, to be declared by itself

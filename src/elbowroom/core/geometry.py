@@ -48,6 +48,7 @@ def geometry_of(tensor: Tensor, known: Geometry | None = None) -> Geometry:
     if known is not None and known.fits(tensor):
         return known
     size, stride, offset, dtype = tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
+    offset = int(offset)
     extent = 0 if 0 in size else offset + 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
     return Geometry(size, stride, offset, dtype, tensor.is_conj(), tensor.is_neg(), extent * dtype.itemsize)
 

@@ -99,8 +99,8 @@ class Proof:
     """What is proved of one or more regions. ``str()`` is a table.
 
     ``operators`` recorded and ``proved`` (a second run gave the same bits) count distinct operators over the programs;
-    ``kept`` are values kept because replaying them would not be right, and why; ``replays`` counts operators replayed so
-    far, ``saved_bytes`` what autograd asked to save, ``held_bytes`` what a call keeps (parameters not counted).
+    ``kept`` are values kept because replaying them would not be right, and why; ``replays`` counts operators replayed
+    so far, ``saved_bytes`` what autograd asked to save, ``held_bytes`` what a call keeps (parameters not counted).
     """
 
     regions: int

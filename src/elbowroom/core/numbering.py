@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch.nn import Parameter
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from elbowroom.core.geometry import Geometry, geometry_of, has_strided_storage, over
 from elbowroom.core.program import MADE, OPAQUE, PARAMETER, SOURCE, Program, Value
@@ -91,7 +91,7 @@ class Numbering:
                 value = self._new_parameter(tensor, storage)
             else:
                 value = self.number(address, alias(tensor))
-            self.guards.append(storage._weak_ref())
+            self.guards.append(storage._weak_ref())  # type: ignore[arg-type]  # an int, whatever its stub says
             self.table[address] = value
             if tensor.grad_fn is not None:
                 self.tape.activations.add(value)
@@ -177,7 +177,7 @@ class Numbering:
         """A value that backward replayed inside the region stands for the original from here on."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self.table:
-            self.guards.append(storage._weak_ref())
+            self.guards.append(storage._weak_ref())  # type: ignore[arg-type]  # an int, whatever its stub says
             self.table[storage._cdata] = value
 
     def base_geometry(self, value: int) -> Geometry | None:
@@ -241,7 +241,7 @@ class Numbering:
         """Autograd holds our hooks, and so this object, as long as the graph lives: it must hold no tensor."""
         free = torch.UntypedStorage._free_weak_ref
         for guard in self.guards:
-            free(guard)
+            free(guard)  # type: ignore[no-untyped-call]
         self.guards = []
         for table in (
             self.table,

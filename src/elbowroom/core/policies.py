@@ -82,7 +82,8 @@ def policy_of(keep: Any) -> Policy:
     if isinstance(keep, str):
         if keep not in READY:
             raise UsageError(
-                f"keep={keep!r} is no ready policy; there are {', '.join(sorted(READY))}. For a label write keep=[{keep!r}]."
+                f"keep={keep!r} is no ready policy; there are {', '.join(sorted(READY))}. "
+                f"For a label write keep=[{keep!r}]."
             )
         return READY[keep]
     if isinstance(keep, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
@@ -121,8 +122,8 @@ def key_of(keep: Any) -> Any:
     if code is None:
         return policy
     # A function written anew at each call is the same policy if its code and what it closes over are the same.
-    cells = tuple(id(cell.cell_contents) for cell in policy.__closure__ or ())  # type: ignore[attr-defined]
-    return (code, cells, policy.__defaults__)  # type: ignore[attr-defined]
+    cells = tuple(id(cell.cell_contents) for cell in policy.__closure__ or ())
+    return (code, cells, policy.__defaults__)
 
 
 def to_names(keep: Any) -> Any:

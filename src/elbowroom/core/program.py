@@ -228,7 +228,8 @@ class Program:
         newest = {old for op in self.ops for old, _, _ in op.writes}
         self.direct = frozenset(
             i for i, s in enumerate(self.slots)
-            if self.values[s.value].kind in (SOURCE, PARAMETER) and s.bound == s.value and not s.dead and s.value not in newest
+            if self.values[s.value].kind in (SOURCE, PARAMETER)
+            and s.bound == s.value and not s.dead and s.value not in newest
         )  # fmt: skip
         self.expected = [
             (s.value, g.size, g.stride, g.offset, g.dtype, g.conj, g.neg, i in self.direct)

@@ -1,7 +1,7 @@
-"""The proof: replay each operator right after it ran, compare bit for bit, and look for writes nobody declared (rule 9).
+"""The proof: replay each operator right after it ran, compare bits, and look for writes nobody declared (rule 9).
 
 It runs while a program is new and at calls 2, 4, 8, ...: one example proves little (a write may happen to change
-nothing the first time), so structure is watched as well: whoever takes the address of a storage makes it opaque (rule 8).
+nothing the first time), so structure is watched as well: who takes the address of a storage makes it opaque (rule 8).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def provable(tensor: Tensor) -> bool:
 
 
 class Rerun:
-    """One operator, about to run: what a second run of it needs, taken before the first (written storages above all)."""
+    """One operator, about to run: what a second run of it needs, taken before the first: written storages above all."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ def _strided(tensor: Tensor) -> bool:
 
 
 def _as_replayed(tree: Any, scratch: dict[int, torch.UntypedStorage]) -> Any:
-    """Arguments as a replay gives them: none asks for a gradient, and those over a written storage are scratch copies."""
+    """Arguments as a replay gives them: none asks for a gradient, those over a written storage are scratch copies."""
     if isinstance(tree, Tensor):
         if _strided(tree) and scratch and tree.untyped_storage()._cdata in scratch:
             return over(scratch[tree.untyped_storage()._cdata], geometry_of(tree), tree.device)

@@ -1,4 +1,4 @@
-"""One call of a region, watched below autograd: compare it with a known program, or record a new one (rules 1, 6 to 9, 13).
+"""One call of a region, watched below autograd: followed along a known program, or recorded (rules 1, 6 to 9, 13).
 
 The steady state *follows* a program: each operator is compared (function, wiring, geometry, scalars by type and bits)
 and only what a replay needs is noted. A call that leaves its program *drafts* a new one from there, with the proof on.

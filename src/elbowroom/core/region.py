@@ -137,7 +137,7 @@ def _plain() -> bool:
     """Whether backward will ask for nothing, or torch is tracing: then a region is a plain call (rule 1)."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return True
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return True
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return True  # a transform around the region

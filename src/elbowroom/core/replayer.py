@@ -178,8 +178,8 @@ class Tape:
                 and self._counts
                 and self._counts[value] > 1
             ):
-                # A Python backward may write on what it saved through a raw pointer, and others still replay from it. It
-                # may also ask again, so its wait ends with its handle.
+                # A Python backward may write on what it saved through a raw pointer, and others still replay from it.
+                # It may also ask again, so its wait ends with its handle.
                 tensor = tensor.clone()
             return tensor
 
@@ -215,7 +215,7 @@ class Tape:
             self._drop_cache()  # nobody's pass: a look from outside leaves nothing behind
 
     def _at_hand(self, value: int, steps: tuple[Any, ...] = ()) -> Tensor | None:
-        """The base of a value if it is at hand and unchanged. Changed: replay it if that is possible, else raise (rule 7)."""
+        """The base of a value at hand and unchanged. Changed: replayed if that is possible, else an error (rule 7)."""
         mark = self._hand[value]
         if mark == 2:
             base = self._cache[value]
@@ -297,7 +297,7 @@ class Tape:
             _at_end_of_task(self)
 
     def _run(self, k: int, env: dict[int, Tensor], ours: frozenset[int]) -> None:
-        """Replay operator ``k``: its arguments from ``env``, its results into ``env``. Never writes to what others hold."""
+        """Replay operator ``k``, from ``env`` into ``env``. Never writes to what others hold."""
         op = self.variants.get(k) or self.program.ops[k]
         values = self.program.values
         scratch = self._scratch_for(op, env, ours) if op.writes else {}
@@ -349,7 +349,7 @@ class Tape:
 
     @staticmethod
     def _as_recorded(result: Tensor, value: Value) -> Tensor:
-        """A result whose shape hangs on data or scalars, in the geometry that the program says: readers were compared by it."""
+        """A result whose shape hangs on data or scalars, in the program's geometry: readers were compared by that."""
         geometry = value.geometry
         if geometry is None or geometry.fits(result) or result.untyped_storage().nbytes() < geometry.extent_bytes:
             return result
@@ -358,7 +358,7 @@ class Tape:
     def _scratch_for(
         self, op: Operator, env: dict[int, Tensor], ours: frozenset[int]
     ) -> dict[int, torch.UntypedStorage]:
-        """One storage for each value that ``op`` writes on: its own copy, or the old one where nobody else reads it (rule 6)."""
+        """A storage for each value that ``op`` writes: a copy, or the old one where nobody else reads it (rule 6)."""
         scratch = {}
         for old, new, reads_old in op.writes:
             info = self.program.values[new]
@@ -454,7 +454,7 @@ def _at_end_of_task(tape: Tape) -> None:
         if alive is not None:
             alive.end_of_task(task)
 
-    torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(end)
 
 
 def _asked_by_python() -> bool:
@@ -462,7 +462,7 @@ def _asked_by_python() -> bool:
 
 
 def _lazily_cloned(tensor: Tensor) -> Tensor:
-    """A copy-on-write clone: whoever writes to the original later does not write to ours. Leaves and foreign memory as they are.
+    """A copy-on-write clone: whoever writes to the original later does not write to ours. Foreign memory stays shared.
 
     Not for leaves, nor for storages that are not torch's own: there it would cut aliases that others rely on (rule 7).
     """

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves_with_path
 
-from elbowroom import core
-from elbowroom.core.inspection import Proof
+from elbowroom.core.checkpoint import wrap
+from elbowroom.core.inspection import Proof, proof
 from elbowroom.errors import UsageError
 from elbowroom.fitting.measure import measure_steps
 from elbowroom.fitting.regions import find_regions
@@ -41,7 +41,7 @@ def check(config: CheckConfig, say: Callable[[str], None]) -> dict[str, Any]:
     _same_start(plain, checkpointed, config.model)
     regions = find_regions(checkpointed.model)
     for region in regions.values():
-        core.wrap(region, keep=config.keep, verify=config.verify)
+        wrap(region, keep=config.keep, verify=config.verify)
 
     difference, outcome, n_compared = None, {}, 0
     for step in range(config.steps):
@@ -65,7 +65,7 @@ def check(config: CheckConfig, say: Callable[[str], None]) -> dict[str, Any]:
         "n_buffers": sum(name.startswith("buffer ") for name in outcome),
         "n_regions": len(regions),
         "step_cost": cost,
-        "proof": _proof_dict(core.proof(checkpointed.model)),
+        "proof": _proof_dict(proof(checkpointed.model)),
     }
 
 

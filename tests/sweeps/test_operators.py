@@ -13,7 +13,7 @@ SAMPLE = """
     __getitem__ __rmatmul__ addmm addbmm amax atan2 baddbmm bernoulli bmm broadcast_tensors cat cdist chunk clamp
     clone complex conj copysign cross cummax cumprod cumsum diag_embed diagonal_copy dist einsum exp expand
     fft.fft fft.irfft2 flip gather gradient index_add index_copy index_fill index_put index_select inner kron lerp
-    linalg.cholesky linalg.det linalg.eigh linalg.householder_product linalg.inv linalg.lstsq linalg.norm
+    linalg.cholesky linalg.det linalg.eigh linalg.householder_product linalg.inv linalg.norm
     linalg.pinv linalg.qr linalg.solve linalg.svd logcumsumexp logsumexp lu lu_solve masked_fill masked_scatter
     masked_select matmul matrix_exp max_reduction_with_dim median meshgrid_list_of_tensors mm multinomial mv
     nan_to_num narrow native_dropout_backward native_layer_norm norm normal permute pinverse polar pow prod put

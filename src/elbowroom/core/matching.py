@@ -175,13 +175,14 @@ class Matching(Numbering):
         if op.outputs:
             kind = type(out)
             results = (out,) if kind is Tensor else out if op.flat else tensors_of(out)
+            own_shape = op.facts.dynamic or self.n_ops in self.tape.variants
             for value, tensor in zip(op.outputs, results, strict=True):
                 if value >= 0:
                     storage = tensor.untyped_storage()
                     address = storage._cdata
                     storages.append(address)
                     held.append(self._hold(value, tensor) if value in holds else None)
-                    if op.facts.dynamic or self.n_ops in self.tape.variants:
+                    if own_shape:
                         geometry = self.program.values[value].geometry
                         if geometry is not None and not geometry.fits(tensor):
                             self.restated[value] = (geometry_of(tensor), storage.nbytes())

@@ -1,4 +1,4 @@
-"""What the engine's tests count: replayed operators, drafted operators, bytes held, and gradients against a plain call."""
+"""What the engine's tests count: operators replayed and drafted, bytes held; and gradients against a plain call."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def needed_operators(program: Program, *, remade: bool = False) -> set[int]:
 
 
 def gradients(call: Callable[..., Any], fn: Any, *args: Any, **settings: Any) -> list[Tensor | None]:
-    """Outputs and gradients of all tensor arguments that want one, with ``call`` as plain, checkpoint or a partial of it."""
+    """Outputs and gradients of all tensor arguments that want one; ``call`` is ``plain`` or ``checkpoint``."""
     leaves = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
     for leaf in leaves:
         leaf.grad = None

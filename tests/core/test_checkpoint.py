@@ -160,7 +160,7 @@ def test_a_function_with_such_a_keyword_gets_it() -> None:
 
 @pytest.mark.parametrize("wrong", [3, None, torch.zeros(2), "f"])
 def test_not_callable(wrong: Any) -> None:
-    with pytest.raises(TypeError, match=r"checkpoint\(fn, \*args\) needs a callable first, got (int|NoneType|Tensor|str)"):
+    with pytest.raises(TypeError, match=r"checkpoint\(fn, .*needs a callable first, got (int|NoneType|Tensor|str)"):
         elbowroom.checkpoint(wrong, torch.zeros(2))
 
 
@@ -267,7 +267,7 @@ def test_checkpointing_a_wrapped_module_is_one_region() -> None:
 
 
 def test_wrap_takes_modules_only() -> None:
-    with pytest.raises(TypeError, match=r"wrap\(module\) needs an nn.Module, got function; for a function use checkpoint"):
+    with pytest.raises(TypeError, match=r"needs an nn.Module, got function; for a function use checkpoint\(fn, ...\)"):
         elbowroom.wrap(body)  # type: ignore[type-var]
 
 

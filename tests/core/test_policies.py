@@ -66,13 +66,13 @@ def test_labels() -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("entry", ["checkpoint", "decorator", "wrap"])
 def test_errors_are_told_where_the_setting_is_given(keep: Any, message: str, entry: str) -> None:
+    enter = {
+        "checkpoint": lambda: elbowroom.checkpoint(lambda x: x, torch.zeros(1), keep=keep),
+        "decorator": lambda: elbowroom.checkpoint(keep=keep)(lambda x: x),
+        "wrap": lambda: elbowroom.wrap(torch.nn.Linear(2, 2), keep=keep),
+    }[entry]
     with pytest.raises(UsageError) as caught:
-        if entry == "checkpoint":
-            elbowroom.checkpoint(lambda x: x, torch.zeros(1), keep=keep)
-        elif entry == "decorator":
-            elbowroom.checkpoint(keep=keep)(lambda x: x)
-        else:
-            elbowroom.wrap(torch.nn.Linear(2, 2), keep=keep)
+        enter()
     assert str(caught.value) == message
 
 

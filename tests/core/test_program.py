@@ -26,7 +26,7 @@ FACTS = facts_of(torch.ops.aten.sin.default)
 
 @st.composite
 def programs(draw: Any) -> Program:
-    """Small programs: sources, operators that read the newest versions, make one or two values and sometimes write one."""
+    """Small programs: sources, and operators that read newest versions, make one or two values, sometimes write one."""
     program = Program("random")
     newest: list[int] = []  # storages by their newest value
     for _ in range(draw(st.integers(1, 3))):
@@ -81,7 +81,7 @@ def test_counts_are_positive_exactly_for_what_is_needed(program: Program) -> Non
 
 @settings(max_examples=150, deadline=None)
 @given(programs(), st.randoms(use_true_random=False))
-def test_releasing_handles_frees_held_values_exactly_when_nobody_can_need_them(program: Program, rng: random.Random) -> None:
+def test_releasing_handles_frees_what_nobody_can_need_any_more(program: Program, rng: random.Random) -> None:
     tape = Tape(program)
     tape.held = [torch.zeros(1) if value.at_hand else None for value in program.values]
     tape.close()  # it holds a value as long as a live handle can need it, and what remakes a kept one for free (rule 7)
@@ -147,7 +147,8 @@ def test_a_sweep_makes_exactly_what_is_needed_once_and_in_order(program: Program
     assert order == sorted(set(order)), "every operator at most once, in program order"
     waiting = {program.slots[i].bound for i, w in enumerate(waits) if w}
     assert set(order) == brute_force_sweep(program, target, hand, waiting)
-    assert set(sweep.cached) == {v for k in order for v in program.ops[k].made if (v in waiting or v == target) and not hand[v]}
+    made = {v for k in order for v in program.ops[k].made if not hand[v]}
+    assert set(sweep.cached) == made & (waiting | {target})
     assert_runs(program, sweep, hand, target)
     for v, n in sweep.pending.items():
         assert n == sum(v in on for on in sweep.by_slot.values())
@@ -178,9 +179,15 @@ class Step:
 
 
 STEPS = st.lists(
-    st.builds(Step, st.sampled_from(["sin", "mul", "add", "times", "plus_", "tanh"]), st.integers(0, 99), st.integers(0, 99)),
-    min_size=2, max_size=12,
-)  # fmt: skip
+    st.builds(
+        Step,
+        st.sampled_from(["sin", "mul", "add", "times", "plus_", "tanh"]),
+        st.integers(0, 99),
+        st.integers(0, 99),
+    ),
+    min_size=2,
+    max_size=12,
+)
 
 
 def run_steps(steps: list[Step], x: torch.Tensor) -> torch.Tensor:
@@ -197,7 +204,7 @@ def run_steps(steps: list[Step], x: torch.Tensor) -> torch.Tensor:
 
 @settings(max_examples=60, deadline=None)
 @given(STEPS, st.randoms(use_true_random=False))
-def test_a_whole_backward_replays_each_needed_operator_once_in_any_order_of_asking(steps: list[Step], rng: random.Random) -> None:
+def test_each_needed_operator_is_replayed_once_in_any_order_of_asking(steps: list[Step], rng: random.Random) -> None:
     fn = fresh(run_steps)
     x = torch.randn(3, requires_grad=True)
     out = elbowroom.checkpoint(fn, steps, x, verify="never")
@@ -239,7 +246,7 @@ def test_random_regions_equal_plain(steps: list[Step]) -> None:
 
 def test_program_forks_share_operators_and_copy_values() -> None:
     program = Program("p")
-    program.values = [Value(SOURCE, -1, 4, GEOMETRY, CPU), Value(MADE, 0, 4, GEOMETRY, CPU), Value(MADE, 1, 4, GEOMETRY, CPU)]
+    program.values = [Value(SOURCE if k < 0 else MADE, k, 4, GEOMETRY, CPU) for k in (-1, 0, 1)]
     for k in range(2):
         op = Operator(None, FACTS, (), {})
         op.reads, op.outputs = (k,), (k + 1,)

@@ -14,8 +14,15 @@ from torch import nn
 import elbowroom
 from tests.conformance.equality import assert_same_bits
 from tests.core.counting import (
-    assert_equal_to_plain, drafted, fresh, gradients, held_bytes, plain, programs_of, tape_of,
-)  # fmt: skip
+    assert_equal_to_plain,
+    drafted,
+    fresh,
+    gradients,
+    held_bytes,
+    plain,
+    programs_of,
+    tape_of,
+)
 
 
 def block(x: torch.Tensor, w: torch.Tensor, scale: float = 1.0, depth: int = 2, twice: bool = False) -> torch.Tensor:
@@ -63,7 +70,9 @@ def test_a_schedule_of_scalars_is_one_program() -> None:
     assert len(programs_of(fn)) == 1
 
 
-@pytest.mark.parametrize("scalar", [1, True, -3, 0.0, -0.0, 0.5, float("inf"), float("nan"), "mean", None, torch.float64])
+@pytest.mark.parametrize(
+    "scalar", [1, True, -3, 0.0, -0.0, 0.5, float("inf"), float("nan"), "mean", None, torch.float64]
+)
 def test_equal_scalars_are_followed(scalar: Any) -> None:
     def body(x: torch.Tensor, scalar: Any) -> torch.Tensor:
         if isinstance(scalar, str):
@@ -71,7 +80,8 @@ def test_equal_scalars_are_followed(scalar: Any) -> None:
         elif isinstance(scalar, torch.dtype):
             x = torch.cumsum(x, 0, dtype=scalar)
         elif scalar is not None:
-            x = x.masked_fill(x > 0, float(str(scalar)) if isinstance(scalar, float) else scalar)  # a new object each time
+            scalar = float(str(scalar)) if isinstance(scalar, float) else scalar  # a new object each time
+            x = x.masked_fill(x > 0, scalar)
         return x.sin().exp()
 
     fn = fresh(body)
@@ -315,8 +325,7 @@ def test_an_internal_error_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     fn = fresh(lambda x: (x * 2).sin())
     x = torch.randn(4, requires_grad=True)
     with pytest.warns(RuntimeWarning, match=r"recording region .* failed \(LookupError: a defect of ours\)") as seen:
-        for _ in range(3):
-            gradients(elbowroom.checkpoint, fn, x)
+        [gradients(elbowroom.checkpoint, fn, x) for _ in range(3)]
     assert len(seen) == 1
 
 

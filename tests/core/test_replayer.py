@@ -15,7 +15,16 @@ import elbowroom
 from elbowroom.core.proof import fingerprint
 from elbowroom.core.replayer import Handle
 from elbowroom.errors import ChangedTensorError, ReplayError
-from tests.core.counting import assert_equal_to_plain, fresh, gradients, held_bytes, plain, programs_of, tape_of, tapes_of
+from tests.core.counting import (
+    assert_equal_to_plain,
+    fresh,
+    gradients,
+    held_bytes,
+    plain,
+    programs_of,
+    tape_of,
+    tapes_of,
+)
 
 KIB = 1024
 N = 256  # a vector of float32: 1 KiB
@@ -100,7 +109,7 @@ def test_the_working_set_shrinks_as_backward_proceeds() -> None:
         Probe.log.clear()
         loss.backward(torch.ones(N))
         x.grad = None
-        # The first probe comes before anything was replayed; then 4 saved inputs of sin() are there, less the one asked.
+        # The first probe comes before any replay; then the 4 saved inputs of sin() are there, less the one asked.
         assert [seen - Probe.log[0] for seen in Probe.log[1:]] == [3 * KIB, 2 * KIB, KIB, 0], Probe.log
 
 

@@ -1,6 +1,6 @@
 """The thirteen engine rules, each with tests named after it.
 
-Every test was seen failing once, with the engine broken in a scratch copy in the way that the comment at the test names.
+Every test was seen failing once, with the engine broken in a scratch copy in the way that its comment names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -24,8 +23,17 @@ import elbowroom
 from elbowroom.errors import ChangedTensorError, ProofError, ReplayError, UsageError
 from tests.conformance.equality import assert_same_bits
 from tests.core.counting import (
-    assert_equal_to_plain, drafted, fresh, gradients, held_bytes, needed_operators, plain, programs_of, tape_of, tapes_of,
-)  # fmt: skip
+    assert_equal_to_plain,
+    drafted,
+    fresh,
+    gradients,
+    held_bytes,
+    needed_operators,
+    plain,
+    programs_of,
+    tape_of,
+    tapes_of,
+)
 
 
 def leaf(*shape: int) -> torch.Tensor:
@@ -140,12 +148,12 @@ def test_rule_3_only_what_is_needed_once_linear(n: int) -> None:
         total = x.sum()
         for _ in range(n):
             x = x + 1.5  # the running value is saved by nobody
-            total = total + (x * x.detach()).sin().sum()
+            total = total + (x + 0.5).sin().sum()
         return total
 
     fn = fresh(body)
     elbowroom.checkpoint(fn, leaf(3)).backward()
-    assert elbowroom.proof(fn).replays == 2 * n  # each running value and its square, once; no sine is needed
+    assert elbowroom.proof(fn).replays == 2 * n  # each running value and its branch, once; no sine is needed
 
 
 # Broken by: the sweep running all operators.
@@ -153,7 +161,8 @@ def test_rule_3_only_what_is_needed_once_not_the_block() -> None:
     fn = fresh(lambda x, w: F.gelu(x @ w) @ w)
     elbowroom.checkpoint(fn, leaf(4, 4), leaf(4, 4)).sum().backward()
     (program,) = programs_of(fn)
-    assert [str(program.ops[k].func) for k in sorted(needed_operators(program))] == ["aten.mm.default", "aten.gelu.default"]
+    needed = [str(program.ops[k].func) for k in sorted(needed_operators(program))]
+    assert needed == ["aten.mm.default", "aten.gelu.default"]
     assert elbowroom.proof(fn).replays == 2  # of three
 
 
@@ -323,7 +332,7 @@ def test_rule_7_changed_under_us_never_a_wrong_gradient() -> None:
     for _ in range(3):
         out = elbowroom.checkpoint(fn, x, mask)
         mask.zero_()
-        with pytest.raises(ChangedTensorError, match=r"argument 1 \(float32\[4\]\).*changed between forward and backward"):
+        with pytest.raises(ChangedTensorError, match=r"argument 1 \(float32\[4\]\).*changed between forward"):
             out.sum().backward()
         mask.fill_(1)
 
@@ -349,7 +358,7 @@ def test_rule_7_changed_under_us_storage_freed() -> None:
     for _ in range(3):
         out = elbowroom.checkpoint(fn, x, w)
         w.untyped_storage().resize_(0)
-        with pytest.raises(ChangedTensorError, match="its storage was freed or shrunk: the view needs 16 bytes, 0 are there"):
+        with pytest.raises(ChangedTensorError, match="storage was freed or shrunk: the view needs 16 bytes, 0 are"):
             out.sum().backward()
         w.untyped_storage().resize_(16)
         w.fill_(1)
@@ -385,9 +394,11 @@ def test_rule_8_opaque_memory_read_before_it_was_filled() -> None:
     assert "before any recorded operator filled it" in elbowroom.proof(fn).kept[0].why
 
 
-# Broken by: `facts.communicates` always False.
-def test_rule_8_opaque_communication(tmp_path: Any) -> None:
+# Broken by: `_beside` recording nothing (a process group as an argument); by `facts.communicates` always False.
+@pytest.mark.parametrize("kind", ["process group", "functional"])
+def test_rule_8_opaque_communication(tmp_path: Any, kind: str) -> None:
     import torch.distributed as dist
+    import torch.distributed._functional_collectives  # registers the operators
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
@@ -396,12 +407,20 @@ def test_rule_8_opaque_communication(tmp_path: Any) -> None:
             h = x * 2
             with torch.no_grad():
                 total = h.detach().clone()
-                dist.all_reduce(total)
+                if kind == "process group":
+                    dist.all_reduce(total)
+                else:
+                    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+                    total = torch.ops._c10d_functional.all_reduce(total, "sum", name)
+                    total = torch.ops._c10d_functional.wait_tensor(total)
             return (h * total).sin()
 
         fn = fresh(body)
-        assert_equal_to_plain(fn, leaf(4))
-        assert any("communicates" in row.why for row in elbowroom.proof(fn).kept)
+        assert_equal_to_plain(fn, leaf(4), verify="never")
+        (program,) = programs_of(fn)
+        assert not any("c10d" in str(op.func) for op in program.ops), "never recorded, so never replayed"
+        if kind == "process group":  # it wrote to what the region made; the other kind returned what nobody made
+            assert any("communicates" in row.why for row in elbowroom.proof(fn).kept)
     finally:
         dist.destroy_process_group()
 
@@ -498,6 +517,15 @@ def test_rule_10_autograd_citizenship() -> None:
     assert_same_bits(use(plain), use(elbowroom.checkpoint))
 
 
+class _Torchs(nn.Module):
+    def __init__(self, fn: Any) -> None:
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch_checkpoint(self.fn, x, use_reentrant=False)
+
+
 # Broken by: `Packed` unpacked at every read.
 @pytest.mark.parametrize("outside", [True, False])
 def test_rule_10_autograd_citizenship_with_torchs_checkpoint(outside: bool) -> None:
@@ -514,7 +542,8 @@ def test_rule_10_autograd_citizenship_with_torchs_checkpoint(outside: bool) -> N
             if outside:
                 out = torch_checkpoint(lambda x: call(inner, call(inner, x)).sin(), x, use_reentrant=False)
             else:
-                out = call(lambda x: torch_checkpoint(inner, torch_checkpoint(inner, x, use_reentrant=False), use_reentrant=False), x)
+                twice = nn.Sequential(_Torchs(inner), _Torchs(inner))
+                out = call(twice, x)
             out.sum().backward()
             seen += [x.grad, linear.weight.grad.clone()]
             linear.zero_grad()
@@ -556,7 +585,7 @@ def test_rule_10_autograd_citizenship_names_the_remedy_for_transforms_inside() -
 # 11. Guests ----------------------------------------------------------------------------------------------------------
 
 
-# Broken by: `_value` taking a Parameter's alias for the source.
+# Broken by: `value_of` taking an alias of a Parameter for the source (`by_identity` always False).
 def test_rule_11_guests_a_parameter_is_a_source_by_identity() -> None:
     weight = nn.Parameter(torch.randn(4))
     full = weight.detach().clone()
@@ -570,7 +599,10 @@ def test_rule_11_guests_a_parameter_is_a_source_by_identity() -> None:
         expected = torch.autograd.grad(body(x).sum(), x)
         out = elbowroom.checkpoint(fn, x).sum()
         # A sharding engine frees the gathered memory after forward, and gathers it again, elsewhere, before backward.
+        gathered = weight.untyped_storage()._weak_ref()
         weight.data = torch.empty(0)
+        assert torch.UntypedStorage._expired(gathered), "nobody holds what was gathered"
+        torch.UntypedStorage._free_weak_ref(gathered)
         weight.data = torch.cat([torch.zeros(7), full])[7:]
         found = torch.autograd.grad(out, x)
         assert_same_bits(list(expected), list(found))

@@ -56,7 +56,7 @@ def case_server() -> Iterator[CaseServer]:
 def isolated(case_server: CaseServer, contender_name: str) -> Callable[..., None]:
     """``isolated(function)``: run ``function(contender)`` in a process of its own; its assertions come back as ours."""
 
-    def run(function: Callable[[Any], None], *, timeout_s: float = 60.0) -> None:
+    def run(function: Callable[[Any], None], *, timeout_s: float = 120.0) -> None:
         target = f"{function.__module__}:{function.__qualname__}"
         result = case_server.run(target, contender_name, timeout_s=timeout_s)
         assert result["status"] == "ok", result["message"]

@@ -34,7 +34,7 @@ class CaseServer:
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
-    def run(self, target: str, contender: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
+    def run(self, target: str, contender: str, *, timeout_s: float = 120.0) -> dict[str, Any]:
         """Run ``target`` ("case:NAME" or "module:function") in a child of its own, with the contender of that name."""
         if self._process is None:
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}

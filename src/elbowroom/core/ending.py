@@ -94,12 +94,15 @@ def _bindings(recorder: Recorder) -> list[Slot]:
         tensor, version = recorder.late.get(i, (None, None))
         dead = ""
         if tensor is None and not recorder.following:
-            # Saved while a program was followed that this call left. A write that it knew of has the outcome that it
-            # knew; of another one the counters are not known: the old content, which is what autograd saved.
-            if newest != slot.value and (slot.dead or slot.bound == newest):
+            # Saved while a program was followed that this call left, and overwritten. What the program knew of the write
+            # holds; of another one the counter is not known, and plain autograd might refuse it: so it is refused.
+            if newest != slot.value and not slot.dead and slot.bound != newest:
+                dead = (
+                    f"a saved tensor [{slot.geometry}] was overwritten in a call that did other operators than the calls "
+                    f"before it; what it held is not known any more. Write it before it is saved, or write to a copy."
+                )
+            elif newest != slot.value:
                 dead = slot.dead
-            else:
-                newest = slot.value
         elif newest != slot.value and (tensor is None or tensor.is_inference() or tensor._version != version):
             touched_only = newest < len(values) and values[newest].alias_of == slot.value
             if not (touched_only or torch.autograd.graph._allow_mutation_on_saved_tensors_enabled):

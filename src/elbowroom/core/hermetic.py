@@ -37,16 +37,16 @@ class hermetic:  # noqa: N801, it reads as a statement
         guards.append(torch._C._ForceDispatchKeyGuard(*self.keys))
         if self.fake is not None:
             guards.append(self.fake)
-        self._grad_mode = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
         for guard in guards:
             guard.__enter__()
         self._guards = guards
+        self._grad_mode = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # inside the guards: torch-function modes see this call, too
 
     def __exit__(self, *exception: Any) -> None:
+        torch._C._set_grad_enabled(self._grad_mode)
         while self._guards:
             self._guards.pop().__exit__(*exception)
-        torch._C._set_grad_enabled(self._grad_mode)
 
 
 def undisturbed() -> bool:

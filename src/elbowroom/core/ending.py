@@ -91,32 +91,36 @@ def _bindings(recorder: Recorder) -> list[Slot]:
         newest = recorder.table[recorder.storages[slot.value]]
         if slot.value in recorder.crowded.get(recorder.storages[slot.value], ()) and values[newest].kind == PARAMETER:
             newest = slot.value  # another parameter of the same flat storage is no newer version of this one
+        written = newest != slot.value and not (newest < len(values) and values[newest].alias_of == slot.value)
         tensor, version = recorder.late.get(i, (None, None))
-        dead = ""
-        if tensor is None and not recorder.following:
-            # Saved while a program was followed that this call left, and overwritten. What the program knew of the write
-            # holds; of another one the counter is not known, and plain autograd might refuse it: so it is refused.
-            if newest != slot.value and not slot.dead and slot.bound != newest:
-                dead = (
-                    f"a saved tensor [{slot.geometry}] was overwritten in a call that did other operators than the calls "
-                    f"before it; what it held is not known any more. Write it before it is saved, or write to a copy."
-                )
-            elif newest != slot.value:
-                dead = slot.dead
-        elif newest != slot.value and (tensor is None or tensor.is_inference() or tensor._version != version):
-            touched_only = newest < len(values) and values[newest].alias_of == slot.value
-            if not (touched_only or torch.autograd.graph._allow_mutation_on_saved_tensors_enabled):
-                dead = (
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"[{slot.geometry}] is at version {'?' if tensor is None else tensor._version}; "
-                    f"expected version {version} instead."
-                )
+        slots.append(
+            slot._replace(bound=newest, dead=_refusal(recorder, slot, newest, tensor, version) if written else "")
+        )
         if values[newest].unfilled and tensor is not None and not recorder.following:
             info = values[newest]
             info.kind, info.why = OPAQUE, "it was saved before any recorded operator filled it"
             recorder.tape.held[newest] = alias(tensor, info.geometry)
-        slots.append(Slot(slot.value, slot.geometry, newest, dead))
     return slots
+
+
+def _refusal(recorder: Recorder, slot: Slot, newest: int, tensor: Tensor | None, version: int | None) -> str:
+    """The error for a saved tensor that was overwritten since; empty if plain autograd would take the new content."""
+    if tensor is not None:
+        counted = tensor.is_inference() or tensor._version != version
+        if not counted or torch.autograd.graph._allow_mutation_on_saved_tensors_enabled:
+            return ""
+        return (
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{slot.geometry}] is at version {tensor._version}; expected version {version} instead."
+        )
+    # Saved while a program was followed that this call left. What the program knew of its writes holds; of another one
+    # the counter is not known, and plain autograd might refuse it: so it is refused.
+    if slot.dead or slot.bound == newest:
+        return slot.dead
+    return (
+        f"a saved tensor [{slot.geometry}] was overwritten, in a call that did other operators than the calls before "
+        f"it: whether the write was counted is not known any more. Write before it is saved, or to a copy of it."
+    )
 
 
 def _keep_what_lost_its_source(recorder: Recorder) -> None:

@@ -31,13 +31,7 @@ READS_UNINITIALISED_MEMORY = {
     "empty_strided": "gives uninitialised memory",
     "new_empty": "gives uninitialised memory",
     "new_empty_strided": "gives uninitialised memory",
-    "resize_": "grows into uninitialised memory",
-    "resize_as_": "grows into uninitialised memory",
-    "as_strided": "its samples' partial views reach memory that nothing wrote",
     "linalg.lstsq": "the gelsy driver starts from a pivot array that torch does not fill",
-    "nn.functional.max_unpool1d": "duplicate indices: the last write wins, in no fixed order",
-    "nn.functional.max_unpool2d": "duplicate indices: the last write wins, in no fixed order",
-    "nn.functional.max_unpool3d": "duplicate indices: the last write wins, in no fixed order",
 }
 
 # C++ code of torch that takes another path (other sums, so other last bits) while any dispatch mode is active: a region

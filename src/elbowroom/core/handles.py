@@ -64,10 +64,13 @@ def unpack(packed: Any) -> Tensor:
     if kind is Handle:
         if torch.compiler.is_compiling():  # a compiled backward: Dynamo must not look into a replay
             return _outside_dynamo(packed)  # type: ignore[no-any-return]
-        with quiet():
-            return packed.tape.fetch(packed.index)  # type: ignore[no-any-return]
+        if torch._C._len_torch_function_stack():
+            return _fetch(packed)
+        return packed.tape.fetch(packed.index)  # type: ignore[no-any-return]
     if kind is tuple:  # a source that autograd holds itself, and the version it had
         tensor, version, program, value = packed
+        if tensor._version == version and tensor.untyped_storage().nbytes():
+            return tensor  # type: ignore[no-any-return]
         freed = tensor.numel() and not tensor.untyped_storage().nbytes()
         if freed or tensor._version != version:
             raise ChangedTensorError(

@@ -219,7 +219,7 @@ class Matching(Numbering):
 
     def save(self, tensor: Tensor) -> int:
         """The number of the slot of a saved tensor; -1 if it has no strided storage and is kept as it is."""
-        value = self.value_of(tensor)
+        value = self.value_of(tensor, detached=True)
         if not self.storages[value]:
             return -1
         i = self.n_slots

@@ -72,8 +72,11 @@ class Numbering:
         self.applied: tuple[int, ...] = ()  # touches applied before the operator that runs now
         self.touched: dict[int, tuple[int, Tensor, str]] = {}  # opaque value -> (the value before, tensor, why)
 
-    def value_of(self, tensor: Tensor) -> int:
-        """The number of the value under a tensor; one never met is a source from here on."""
+    def value_of(self, tensor: Tensor, *, detached: bool = False) -> int:
+        """The number of the value under a tensor; one never met is a source from here on.
+
+        ``detached``: the tensor is an alias of its own already, as the pack hook gets it.
+        """
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError, ValueError):  # the last: a parameter not yet initialized
@@ -90,7 +93,7 @@ class Numbering:
             if by_identity:
                 value = self._new_parameter(tensor, storage)
             else:
-                value = self.number(address, alias(tensor))
+                value = self.number(address, tensor if detached and not tensor.requires_grad else alias(tensor))
             self.guards.append(storage._weak_ref())  # type: ignore[arg-type]  # an int, whatever its stub says
             self.table[address] = value
             if tensor.grad_fn is not None:
@@ -102,7 +105,7 @@ class Numbering:
         address = storage._cdata
         value = self.number(address, parameter)
         self.numbers[id(parameter)] = value
-        if not hasattr(parameter, "ds_id"):  # ZeRO-3 frees and gathers by itself
+        if "ds_id" not in parameter.__dict__:  # ZeRO-3 frees and gathers by itself
             self.parameters[value] = storage
         before = self.table.get(address)
         if before is not None and isinstance(self.tape.held[before], Parameter):
@@ -153,6 +156,8 @@ class Numbering:
     def see(self, args: Any) -> None:
         """A view operator makes no value, but its base may be a source met here for the first time."""
         for item in args:
+            if type(item) is Parameter and id(item) in self.numbers:
+                continue
             if isinstance(item, Tensor) and not isinstance(item, UninitializedTensorMixin):
                 known = len(self.storages)
                 value = self.value_of(item)

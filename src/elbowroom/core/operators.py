@@ -110,7 +110,7 @@ class Facts:
         self.private_generator = any(a.name == "generator" for a in schema.arguments)
         self.scratch = SCRATCH_OUTPUTS.get(packet, frozenset())
         self.empty = packet in EMPTY
-        self.simple = Tag.pointwise in tags or packet in _SIMPLE
+        self.simple = Tag.pointwise in tags or packet in _SIMPLE or self.is_view
 
     @classmethod
     def of_function(cls) -> Facts:

@@ -73,12 +73,13 @@ class Operator:
     """
 
     __slots__ = (
-        "args", "default_dtype", "facts", "first_value", "flat", "func", "grad_mode", "kwargs", "line", "module",
+        "args", "call", "default_dtype", "facts", "first_value", "flat", "func", "grad_mode", "kwargs", "line", "module",
         "opaque", "outputs", "proved", "reads", "scalars", "touched", "wiring", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func = func
+        self.call = getattr(func, "_op", func)  # the overload without its Python wrapper
         self.facts = facts
         self.args = args
         self.kwargs = kwargs

@@ -103,7 +103,7 @@ class Recorder(Matching, TorchDispatchMode):
         except Exception as error:
             self._stop(error)
         if facts.simple:
-            out = func(*args, **kwargs)
+            out = func._op(*args, **kwargs)  # the overload without its Python wrapper
         else:
             with torch._C._ForceDispatchKeyGuard(
                 torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set() - LAZY_BITS
@@ -242,8 +242,11 @@ class Recorder(Matching, TorchDispatchMode):
                 and not torch._C._len_torch_function_stack()
             ):
                 value, size, stride, offset, dtype, conj, neg, direct = self.expected[i]
+                found = self.table.get(tensor.untyped_storage()._cdata)
+                if found is None:
+                    found = self.value_of(tensor, detached=True)
                 if (
-                    self.table.get(tensor.untyped_storage()._cdata) == value
+                    found == value
                     and tensor.size() == size
                     and tensor.stride() == stride
                     and tensor.storage_offset() == offset

@@ -164,7 +164,9 @@ class Tape:
             if self._unpacked and task != -1:
                 self._call_back()
             recorded = program.values[value].geometry
-            if slot.geometry is recorded or undisturbed():
+            if slot.geometry is recorded and self._hand[value] == 2:
+                tensor = base  # ours, and whole
+            elif slot.geometry is recorded or undisturbed():
                 tensor = view(base, recorded, slot.geometry)
             else:
                 assert self.keys is not None
@@ -324,9 +326,9 @@ class Tape:
             kwargs = filled(op.kwargs, read) if op.kwargs else {}
             if op.facts.seeded:
                 with drawing_from(self.rng.get(k, ()), op.facts, kwargs) as kwargs:
-                    out = op.func(*args, **kwargs)
+                    out = op.call(*args, **kwargs)
             else:
-                out = op.func(*args, **kwargs)
+                out = op.call(*args, **kwargs)
         except (ChangedTensorError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -339,7 +341,8 @@ class Tape:
                 torch._C._set_grad_enabled(False)
             if default_dtype is not op.default_dtype:
                 torch.set_default_dtype(default_dtype)
-        for v, result in zip(op.outputs, (out,) if isinstance(out, Tensor) else tensors_of(out), strict=True):
+        results = (out,) if type(out) is Tensor else out if op.flat else tensors_of(out)
+        for v, result in zip(op.outputs, results, strict=True):
             if v >= 0 and not self._hand[v]:  # a result that is kept stays what it is
                 env[v] = self._as_recorded(result, values[v]) if op.facts.dynamic or k in self.variants else result
         for old, new, _ in op.writes:

@@ -108,6 +108,7 @@ class Matching(Numbering):
 
     def switch(self, sibling: Program) -> None:
         self._stop_direct()
+        self.region.family.used(sibling)
         self.program = self.tape.program = sibling
         self.expected = sibling.expected if not self.proving else []
         self.strayed = False

@@ -36,10 +36,7 @@ class Family:
             self.programs = [program, *self.programs][:MAX_PROGRAMS]
 
     def used(self, program: Program) -> None:
-        if self.programs and self.programs[0] is not program and program in self.programs:
-            self.add_first(program)
-
-    def add_first(self, program: Program) -> None:
+        """Found again: it is forgotten last."""
         with self._lock:
             self.programs = [program, *(p for p in self.programs if p is not program)]
 

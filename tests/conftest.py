@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.conformance import contenders
 from tests.conformance.equality import Program, assert_equal_to_plain
 from tests.conformance.isolation import CaseServer
+
+# In CI the same examples every time: what is new is found at home, not by somebody else's change.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

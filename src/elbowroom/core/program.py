@@ -73,8 +73,8 @@ class Operator:
     """
 
     __slots__ = (
-        "args", "call", "default_dtype", "facts", "first_value", "flat", "func", "grad_mode", "kwargs", "line", "module",
-        "opaque", "outputs", "proved", "reads", "scalars", "touched", "wiring", "writes",
+        "args", "call", "default_dtype", "facts", "first_value", "flat", "func", "grad_mode", "kwargs", "line",
+        "module", "opaque", "outputs", "proved", "reads", "scalars", "touched", "wiring", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from elbowroom import core
 from elbowroom.cli import main
+from elbowroom.training import check as checking
 
 SMALL = ["--max-steps", "4", "--micro-batch-size", "2", "--sequence-length", "32", "--log-every", "1"]
 
@@ -125,13 +125,13 @@ def test_check_from_a_shell_exits_0_and_says_equal(tmp_path: Path) -> None:
 def test_check_exits_1_and_names_the_difference(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = core.wrap
+    real = checking.wrap
 
     def faulty_wrap(module: Any, **options: Any) -> Any:
         module.mlp.fc.bias.register_hook(lambda gradient: gradient * 2)
         return real(module, **options)
 
-    monkeypatch.setattr(core, "wrap", faulty_wrap)
+    monkeypatch.setattr(checking, "wrap", faulty_wrap)
     assert run_here("check", "--sequence-length", "16", "--json") == 1
     out, err = capsys.readouterr()
     result = json.loads(out)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from elbowroom import core
 from elbowroom.errors import UsageError
+from elbowroom.training import check as checking
 from elbowroom.training.check import check, first_difference
 from elbowroom.training.config import CheckConfig
 
@@ -86,14 +86,14 @@ def test_a_users_model_is_equal(models: str, verify: Any) -> None:
 
 def spoiling(monkeypatch: pytest.MonkeyPatch, spoil: Any) -> None:
     """The engine with a fault: after ``wrap``, ``spoil`` is done to the region."""
-    real = core.wrap
+    real = checking.wrap
 
     def faulty_wrap(module: nn.Module, **options: Any) -> nn.Module:
         module = real(module, **options)
         spoil(module)
         return module
 
-    monkeypatch.setattr(core, "wrap", faulty_wrap)
+    monkeypatch.setattr(checking, "wrap", faulty_wrap)
 
 
 def test_one_wrong_gradient_is_named_with_its_size(models: str, monkeypatch: pytest.MonkeyPatch) -> None:

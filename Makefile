@@ -27,6 +27,7 @@ contracts: $(READY)
 	$(BIN)/lint-imports
 
 $(READY): pyproject.toml constraints.txt
+	@echo "setting up $(VENV): a minute or two, once"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'torch>=2.10'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'

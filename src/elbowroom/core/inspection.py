@@ -49,11 +49,12 @@ class Saved:
         return len(self.rows)
 
     def __str__(self) -> str:
-        lines = [f"{'bytes':>10}  {'shape':<22} {'dtype':<9} {'operator':<28} {'module':<20} line"]
+        width = max([len("operator"), *(len(row.operator) for row in self.rows)])
+        lines = [f"{'bytes':>10}  {'shape':<22} {'dtype':<9} {'operator':<{width}} {'module':<20} line"]
         for row in self.rows:
             lines.append(
                 f"{format_bytes(row.nbytes):>10}  {list(row.shape)!s:<22} {str(row.dtype).removeprefix('torch.'):<9} "
-                f"{row.operator:<28} {row.module:<20} {row.line}"
+                f"{row.operator:<{width}} {row.module:<20} {row.line}"
             )
         lines.append(f"{format_bytes(self.total_bytes):>10}  kept for backward, parameters not counted")
         return "\n".join(lines)

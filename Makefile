@@ -9,11 +9,12 @@ READY  := $(VENV)/.ready
 train: $(READY)
 	$(BIN)/elbowroom train
 
+# One thread a worker: two workers with spinning threads each take several times as long.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 check: lint types contracts test
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.conformance import contenders
@@ -17,6 +18,11 @@ from tests.conformance.isolation import CaseServer
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time() -> None:
+    torch.manual_seed(0)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,7 +8,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ def checkpoint(fn: Any = None, *args: Any, keep: Any = None, verify: str = "firs
         for key in moot:
             if key not in takes:
                 del kwargs[key]
-    if isinstance(fn, Module) and fn.__dict__.get(_REGION) is not None and keep is None:
+    if isinstance(fn, Module) and wrapped_region(fn) is not None and keep is None:
         return fn(*args, **kwargs)  # wrapped already: it checkpoints itself
     return region_of(fn, keep, verify).run(fn, args, kwargs)
 
@@ -162,36 +162,66 @@ def regions_of(fn: Any) -> list[Region]:
 _REGION = "_elbowroom_region"
 
 
+class Around(Protocol):
+    """What runs around the forward of a whole model (``fit``). Copied and pickled with the module."""
+
+    def run(self, module: Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
 class _Wrapping:
     """Settings of a wrapped module, in its ``__dict__``: copied and pickled with it, never shared with a copy."""
 
-    def __init__(self, keep: Any, verify: str, inner: Any = None) -> None:
+    def __init__(
+        self, keep: Any, verify: str, inner: Any = None, *, is_region: bool = True, around: Around | None = None
+    ) -> None:
         self.keep = keep
         self.verify = verify
         self.inner = inner  # a forward that somebody had set on the instance
+        self.is_region = is_region
+        self.around = around
         self.region: Region | None = None
 
     def __deepcopy__(self, memo: Any) -> _Wrapping:
-        return _Wrapping(self.keep, self.verify, copy.deepcopy(self.inner, memo))
+        inner, around = copy.deepcopy((self.inner, self.around), memo)
+        return _Wrapping(self.keep, self.verify, inner, is_region=self.is_region, around=around)
 
     def __reduce__(self) -> Any:
-        return _unpickled, (to_names(self.keep), self.verify, self.inner)
+        return _unpickled, (to_names(self.keep), self.verify, self.inner, self.is_region, self.around)
+
+    def run(self, module: Module, original: Any, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = self._of(module)
+        fn = own.inner or fn
+        if own.is_region:
+            inside, region = fn, own.region_for(module, original)
+
+            def fn(*args: Any, **kwargs: Any) -> Any:
+                return region.run(inside, args, kwargs)
+
+        if own.around is not None:
+            return own.around.run(module, fn, args, kwargs)
+        return fn(*args, **kwargs)
+
+    def _of(self, module: Module) -> _Wrapping:
+        """Ours, unless ``module`` is a shallow copy, which shares our ``__dict__`` entry: then one of its own."""
+        if self.region is None or self.region.module() is module:
+            return self
+        own = _Wrapping(self.keep, self.verify, self.inner, is_region=self.is_region, around=copy.copy(self.around))
+        module.__dict__[_REGION] = own
+        return own
 
     def region_for(self, module: Module, original: Any) -> Region:
-        if self.region is not None and self.region.module() is not module:  # a shallow copy shares our __dict__ entry
-            own = module.__dict__[_REGION] = _Wrapping(self.keep, self.verify, self.inner)
-            return own.region_for(module, original)
-        if self.region is None:
+        own = self._of(module)
+        if own.region is None:
             code = getattr(original.forward, "__code__", original)
-            self.region = Region(original.__name__, family_of(code, self.keep), self.keep, self.verify, module)
-        return self.region
+            own.region = Region(original.__name__, family_of(code, own.keep), own.keep, own.verify, module)
+        return own.region
 
 
 _classes: weakref.WeakKeyDictionary[type, type] = weakref.WeakKeyDictionary()
 
 
-def _unpickled(keep: Any, verify: str, inner: Any) -> _Wrapping:
-    return _Wrapping(from_names(keep), verify, inner)
+def _unpickled(keep: Any, verify: str, inner: Any, is_region: bool, around: Around | None) -> _Wrapping:
+    return _Wrapping(from_names(keep), verify, inner, is_region=is_region, around=around)
 
 
 def _checkpointing_class(original: Any) -> type:
@@ -203,13 +233,14 @@ def _checkpointing_class(original: Any) -> type:
     @functools.wraps(original.forward)
     def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
         fn = functools.partial(original.forward, self)  # looked up now: somebody may have replaced it
-        if torch.compiler.is_compiling():
-            return under_compile(fn, args, kwargs)
         wrapping: _Wrapping | None = self.__dict__.get(_REGION)
+        if torch.compiler.is_compiling():
+            if wrapping is not None and not wrapping.is_region:
+                return fn(*args, **kwargs)
+            return under_compile(fn, args, kwargs)
         if wrapping is None:
             return fn(*args, **kwargs)
-        fn = wrapping.inner or fn
-        return wrapping.region_for(self, original).run(fn, args, kwargs)
+        return wrapping.run(self, original, fn, args, kwargs)
 
     def reduce(self: Module, protocol: Any) -> Any:
         return _rebuilt, (original,), self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
@@ -244,24 +275,53 @@ def wrap(module: M, *, keep: Any = None, verify: str = "first") -> M:
         raise TypeError(
             f"wrap(module) needs an nn.Module, got {type(module).__name__}; for a function use checkpoint(fn, ...)"
         )
-    unwrap(module)
     Region(type(module).__name__, family_of(type(module), keep), keep, verify, module)  # bad settings are told here
-    wrapping = _Wrapping(keep, verify, module.__dict__.pop("forward", None))
-    if getattr(type(module), "_elbowroom_original", None) is None:
-        module.__class__ = _checkpointing_class(type(module))
-    module.__dict__[_REGION] = wrapping
+    around = around_of(module)
+    unwrap(module)
+    _put_on(module, _Wrapping(keep, verify, around=around))
     return module
 
 
 def unwrap(module: M) -> M:
     """The same module object as it was before ``wrap``; a module that is not wrapped stays as it is."""
-    wrapping = module.__dict__.pop(_REGION, None)
+    wrapping: _Wrapping | None = module.__dict__.pop(_REGION, None)
     if wrapping is not None:
         if wrapping.inner is not None:
             module.__dict__["forward"] = wrapping.inner
         if "_elbowroom_original" in type(module).__dict__:  # else another engine put its own class on top
             module.__class__ = type(module)._elbowroom_original  # type: ignore[attr-defined]
     return module
+
+
+def surround(module: Module, around: Around) -> None:
+    """Have ``around`` run around the forward of ``module`` (and around its region, if it is one) from now on."""
+    wrapping: _Wrapping | None = module.__dict__.get(_REGION)
+    if wrapping is None:
+        _put_on(module, _Wrapping(None, "first", is_region=False, around=around))
+    else:
+        wrapping.around = around
+
+
+def bare(module: Module) -> None:
+    """Undo ``surround``; a region that the module is stays."""
+    wrapping: _Wrapping | None = module.__dict__.get(_REGION)
+    if wrapping is not None:
+        wrapping.around = None
+        if not wrapping.is_region:
+            unwrap(module)
+
+
+def around_of(module: Module) -> Around | None:
+    """What runs around the forward of ``module``, if anything does."""
+    wrapping: _Wrapping | None = module.__dict__.get(_REGION)
+    return None if wrapping is None else wrapping.around
+
+
+def _put_on(module: Module, wrapping: _Wrapping) -> None:
+    wrapping.inner = module.__dict__.pop("forward", None)
+    if getattr(type(module), "_elbowroom_original", None) is None:
+        module.__class__ = _checkpointing_class(type(module))
+    module.__dict__[_REGION] = wrapping
 
 
 def name(tensor: Tensor, label: str) -> Tensor:
@@ -277,7 +337,7 @@ def name(tensor: Tensor, label: str) -> Tensor:
 
 def wrapped_region(module: Module) -> Region | None:
     """The region of a wrapped module, if it is one."""
-    wrapping = module.__dict__.get(_REGION)
-    if wrapping is None:
+    wrapping: _Wrapping | None = module.__dict__.get(_REGION)
+    if wrapping is None or not wrapping.is_region:
         return None
-    return cast(_Wrapping, wrapping).region_for(module, getattr(type(module), "_elbowroom_original", type(module)))
+    return wrapping.region_for(module, getattr(type(module), "_elbowroom_original", type(module)))

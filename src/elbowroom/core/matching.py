@@ -109,6 +109,10 @@ class Matching(Numbering):
     def switch(self, sibling: Program) -> None:
         self._stop_direct()
         self.region.family.used(sibling)
+        held = self.tape.held
+        for v in self.program.holds - sibling.holds:  # what a plan kept, and this program does not
+            if v < len(held) and sibling.values[v].kind == MADE:
+                held[v] = None
         self.program = self.tape.program = sibling
         self.expected = sibling.expected if not self.proving else []
         self.strayed = False
@@ -116,7 +120,9 @@ class Matching(Numbering):
     def may_switch(self, sibling: Program) -> bool:
         """Whether ``sibling`` is the same so far, and everything that it needs from the part already run is there."""
         k, n, n_values = self.n_ops, self.n_slots, len(self.storages)
-        if sibling is self.program or len(sibling.ops) < k or len(sibling.slots) < n or len(sibling.values) < n_values:
+        if sibling.root is self.program.root:
+            return False
+        if len(sibling.ops) < k or len(sibling.slots) < n or len(sibling.values) < n_values:
             return False
         if k and sibling.ops[k - 1] is not self.program.ops[k - 1]:
             return False

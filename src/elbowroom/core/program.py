@@ -24,6 +24,9 @@ MADE = "made"  # an operator of the region made it: it can be replayed
 OPAQUE = "opaque"  # its making was not seen, or replays otherwise: always kept (rule 8)
 
 
+#: Plans remembered for one program, each with its own analysis.
+MAX_VARIANTS = 64
+
 #: Sets of scalars remembered as proved for one operator; a schedule has ever new ones.
 MAX_SCALARS = 8
 
@@ -182,6 +185,8 @@ class Program:
     unsaved: frozenset[int] = frozenset()  # sources that replays need and plain autograd would not have saved
     proved_scalars: dict[int, list[list[Any]]] = field(default_factory=dict)
     replays: int = 0
+    parent: Program | None = None  # of a variant: the program as its policy has it
+    variants: dict[frozenset[int], Program] = field(default_factory=dict)
     sweeps: dict[tuple[int, bytes, bytes], Sweep] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -196,6 +201,38 @@ class Program:
         draft.values = [copy.copy(v) for v in self.values[:n_values]]
         draft.slots = self.slots[:n_slots]
         return draft
+
+    @property
+    def root(self) -> Program:
+        """The program itself, of which this may be a variant."""
+        return self if self.parent is None else self.parent
+
+    @property
+    def keeps(self) -> frozenset[int]:
+        """The made values that are kept by choice."""
+        return frozenset(i for i, v in enumerate(self.values) if v.kind == MADE and v.keep)
+
+    def variant(self, keep: frozenset[int]) -> Program:
+        """The same program where ``keep`` are the made values that its calls keep: one entry of a plan.
+
+        Operators, slots and proofs are shared; only what is held, and what follows from it, differs.
+        """
+        root = self.root
+        if keep == root.keeps:
+            return root
+        found = root.variants.get(keep)
+        if found is None:
+            while len(root.variants) >= MAX_VARIANTS:
+                del root.variants[next(iter(root.variants))]
+            found = Program(root.region, ops=root.ops, slots=root.slots, parent=root)
+            found.values = [copy.copy(v) for v in root.values]
+            for i, value in enumerate(found.values):
+                value.keep = value.kind == MADE and i in keep
+            found.touched_last, found.watched = root.touched_last, root.watched
+            found.proved_scalars = root.proved_scalars
+            found.finish()
+            root.variants[keep] = found
+        return found
 
     @property
     def kept_rows(self) -> list[KeptRow]:

@@ -32,7 +32,7 @@ from elbowroom.core.rng import remember
 from elbowroom.errors import ProofError
 
 if TYPE_CHECKING:
-    from elbowroom.core.region import Region
+    from elbowroom.core.region import Region, Watch
 
 _STRIDED = torch.strided
 _PLAIN = frozenset({Tensor, Parameter})
@@ -60,12 +60,15 @@ class Recorder(Matching, TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # spares a wrapper of 1.3 µs around every handler call
 
-    def __init__(self, region: Region, program: Program | None, *, proving: bool, watched: bool) -> None:
+    def __init__(
+        self, region: Region, program: Program | None, *, proving: bool, watched: bool, watch: Watch | None = None
+    ) -> None:
         TorchDispatchMode.__init__(self)
         fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         Matching.__init__(self, region, program, proving=proving and fake is None, watched=watched and fake is None)
         self.tape.fake = fake
         self.tape.flags = Flags.now()
+        self.tape.watch = self.watch = watch
         self.tape.adopt = self.adopt
         self.tape.slots_so_far = lambda: self.n_slots
         self.paused: tuple[Any, Any, Any, Operator | drafting.Draft | None] | None = None
@@ -102,6 +105,9 @@ class Recorder(Matching, TorchDispatchMode):
                 step = self._before(func, facts, args, kwargs)
         except Exception as error:
             self._stop(error)
+        timed = self.watch is not None and step is not None
+        if timed:
+            self.watch.operator_begins()  # type: ignore[union-attr]
         if facts.simple:
             out = func._op(*args, **kwargs)  # the overload without its Python wrapper
         else:
@@ -109,6 +115,8 @@ class Recorder(Matching, TorchDispatchMode):
                 torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set() - LAZY_BITS
             ):
                 out = func(*args, **kwargs)
+        if timed:
+            self.watch.operator_ended(self.n_ops)  # type: ignore[union-attr]
         if facts.is_view or self.stopped:
             return out
         try:
@@ -198,6 +206,8 @@ class Recorder(Matching, TorchDispatchMode):
             self._stop(error)
         self.paused = (call, args, kwargs, step)
         self.expected = []
+        if self.watch is not None and step is not None:
+            self.watch.operator_begins()
 
     def abort_function(self) -> None:
         """The function raised: it made nothing, and this call is not what the program says."""
@@ -214,6 +224,8 @@ class Recorder(Matching, TorchDispatchMode):
         deferred, self.deferred = self.deferred, []
         if self.stopped or step is None:
             return
+        if self.watch is not None:
+            self.watch.operator_ended(self.n_ops)
         try:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 results = [*tensors_of(out), *(tensor for _, tensor in deferred)]
@@ -281,7 +293,8 @@ class Recorder(Matching, TorchDispatchMode):
         """Run the region, once (rule 1)."""
         hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, unpack)
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        self.may_be_direct = outer is None and self.following
+        # Who looks on wants to hear of every slot: all of them get handles.
+        self.may_be_direct = outer is None and self.following and self.watch is None
         stack = recorders()
         stack.append(self)
         try:
@@ -301,6 +314,8 @@ class Recorder(Matching, TorchDispatchMode):
             raise self.failure
         if outer is not None:
             self.tape.pack_through(*outer)
+        if self.watch is not None:
+            self.watch.returned()
         return out
 
     def _end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -310,6 +325,8 @@ class Recorder(Matching, TorchDispatchMode):
                     self.tape.abandon()
                 else:
                     ending.conclude(self, args, kwargs)
+                    if self.watch is not None:
+                        self.watch.forward_ended(self.program, self.tape, self.storages)
         except Exception as error:
             self._stop(error)
             self.tape.abandon()

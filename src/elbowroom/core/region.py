@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.utils.checkpoint
@@ -16,6 +16,7 @@ from elbowroom.core.handles import mind_dynamo
 from elbowroom.core.policies import Policy, everything, key_of, policy_of
 from elbowroom.core.program import Program
 from elbowroom.core.recorder import Recorder
+from elbowroom.core.replayer import Tape
 from elbowroom.errors import UsageError
 
 #: Programs remembered for one piece of code; the longest unused is forgotten.
@@ -39,6 +40,39 @@ class Family:
         """Found again: it is forgotten last."""
         with self._lock:
             self.programs = [program, *(p for p in self.programs if p is not program)]
+
+
+class Watch(Protocol):
+    """Who looks on while one region call runs, forward and backward: what ``fit`` profiles with."""
+
+    def operator_begins(self) -> None: ...
+
+    def operator_ended(self, k: int) -> None: ...
+
+    def forward_ended(self, program: Program, tape: Tape, storages: list[int]) -> None:
+        """What ran, what is held of it, and the storage under each value (0: none), still guarded."""
+
+    def returned(self) -> None: ...
+
+    def asks(self, slot: int) -> None: ...
+
+    def got(self, slot: int) -> None: ...
+
+    def released(self, slot: int) -> None: ...
+
+
+class Order(NamedTuple):
+    """How one call is to run: plainly, or along ``program`` (None: the last one), with ``watch`` looking on."""
+
+    plain: bool = False
+    program: Program | None = None
+    watch: Watch | None = None
+
+
+class Conductor(Protocol):
+    """Says of every call of a region how it is to run: a plan in force."""
+
+    def order(self, region: Region) -> Order: ...
 
 
 class Track:
@@ -66,6 +100,7 @@ class Region:
         self.warned = False
         self.calls = 0
         self.last: Program | None = None
+        self.conductor: Conductor | None = None
         self._tracks: weakref.WeakKeyDictionary[Program, Track] = weakref.WeakKeyDictionary()
         self._module = None if module is None else weakref.ref(module)
 
@@ -86,21 +121,25 @@ class Region:
             return under_compile(fn, args, kwargs)
         if self.policy is everything or _plain():
             return fn(*args, **kwargs)
+        order = _AS_BEFORE if self.conductor is None else self.conductor.order(self)
+        if order.plain:
+            return fn(*args, **kwargs)
         if "torch._dynamo" in sys.modules:
             mind_dynamo()
-        program = self.last
+        program = order.program or self.last
         if program is None and self.family.programs:
             program = self.family.programs[0]
         proving = watched = True
         if program is not None:
-            track = self._tracks.get(program)
+            track = self._tracks.get(program.root)
             due = track is None or track.calls + 1 >= track.next_proof
             proving = self.verify == "always" or due
             watched = proving or not program.watched
         proving = proving and self.verify != "never"
-        return Recorder(self, program, proving=proving, watched=watched).run(fn, args, kwargs)
+        return Recorder(self, program, proving=proving, watched=watched, watch=order.watch).run(fn, args, kwargs)
 
     def ran(self, program: Program, proved: bool) -> None:
+        program = program.root
         track = self._tracks.get(program)
         if track is None:
             track = self._tracks[program] = Track()
@@ -115,7 +154,7 @@ class Region:
             track.in_doubt += 1
 
     def calls_in_doubt(self, program: Program) -> int:
-        track = self._tracks.get(program)
+        track = self._tracks.get(program.root)
         return 0 if track is None else track.in_doubt
 
     @property
@@ -123,6 +162,9 @@ class Region:
         """The programs this region ran, most recent first."""
         found = sorted(self._tracks.items(), key=lambda item: item[0] is not self.last)
         return [program for program, _ in found]
+
+
+_AS_BEFORE = Order()
 
 
 def under_compile(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

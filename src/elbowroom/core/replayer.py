@@ -55,7 +55,7 @@ class Tape:
         "__weakref__", "_by_slot", "_cache", "_cache_versions", "_called_back", "_counts", "_early", "_hand",
         "_live", "_lock", "_op_counts", "_pending", "_task", "_unpacked", "_waiting", "activations", "adopt",
         "direct", "fake", "flags", "held", "is_open", "keys", "program", "rng", "slots_so_far", "variants",
-        "versions",
+        "versions", "watch",
     )  # fmt: skip
 
     def __init__(self, program: Program) -> None:
@@ -70,6 +70,7 @@ class Tape:
         self.flags: Flags | None = None
         self.direct: frozenset[int] = frozenset()  # slots whose source autograd holds itself
         self.is_open = True  # the forward is still running
+        self.watch: Any = None  # told of what is asked and released
         self.adopt: Callable[[Tensor, int], None] | None = None  # of the recorder, while open
         self.slots_so_far: Callable[[], int] | None = None
         self._lock = threading.RLock()
@@ -144,6 +145,14 @@ class Tape:
 
     def fetch(self, index: int) -> Tensor:
         """The tensor that slot ``index`` saved."""
+        if self.watch is not None:
+            self.watch.asks(index)
+            tensor = self._fetch(index)
+            self.watch.got(index)
+            return tensor
+        return self._fetch(index)
+
+    def _fetch(self, index: int) -> Tensor:
         with self._lock:
             program = self.program
             slot = program.slots[index]
@@ -384,6 +393,8 @@ class Tape:
                 self._early.append(index)
             else:
                 self._release(index)
+            if self.watch is not None:
+                self.watch.released(index)
 
     def _release(self, index: int) -> None:
         self._live[index] = 0

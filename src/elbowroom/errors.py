@@ -78,3 +78,34 @@ class ProofError(ElbowroomError, RuntimeError):
 
 class UsageError(ElbowroomError, ValueError):
     """Something the user asked for cannot be done as asked. At the command line: one line and exit code 2."""
+
+
+class InfeasibleBudgetError(ElbowroomError, ValueError):
+    """No plan keeps a step under the budget. Raised before the step that would need it.
+
+    Fields: ``budget_bytes``, ``least_bytes`` (the peak of the most frugal plan), ``where`` (the part of the step that
+    needs it).
+    """
+
+    def __init__(self, budget_bytes: int, least_bytes: int, where: str) -> None:
+        self.budget_bytes = budget_bytes
+        self.least_bytes = least_bytes
+        self.where = where
+        super().__init__(
+            f"a budget of {budget_bytes / 2**20:,.1f} MiB ({budget_bytes} bytes) was asked for; the least that this "
+            f"step can do with is {least_bytes / 2**20:,.1f} MiB ({least_bytes} bytes), in {where}. Give at least "
+            f"that, or make the step smaller: fewer sequences at once (with gradient accumulation), shorter "
+            f"sequences, more and smaller regions, or a loss that is computed in tiles."
+        )
+
+
+class PlanMismatchError(ElbowroomError, ValueError):
+    """A saved plan is not of this model at these input shapes. Fields: ``planned`` and ``found`` (fingerprints)."""
+
+    def __init__(self, planned: str, found: str, what: str) -> None:
+        self.planned = planned
+        self.found = found
+        super().__init__(
+            f"the plan was made for another {what}: its fingerprint is {planned}, that of this one is {found}. Make a "
+            f"new plan (fit(model, budget=...)), or give fit the model and batch that the plan was made with."
+        )

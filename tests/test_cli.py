@@ -105,6 +105,70 @@ def test_ctrl_c_prints_the_table_and_exits_130(text: Path, tmp_path: Path) -> No
     assert summary["steps"] >= 1
 
 
+def test_train_with_a_budget_shows_need_plan_and_what_was_measured(text: Path, tmp_path: Path) -> None:
+    flags = ["--data", str(text), "--run-name", "one", *SMALL, "--budget", "max"]
+    process = start("train", *flags, cwd=tmp_path)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    for words in (
+        "peak of one step without the plan, predicted",
+        "peak with it, predicted",
+        "peak with it, measured",
+        "extra time, predicted",
+        "extra time, measured",
+    ):
+        assert words in out
+    assert "without help one step would take " in err
+    assert "blocks.0" in err
+    assert "Traceback" not in err
+
+
+def test_a_budget_too_small_is_one_line_and_exit_2(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_here("train", "--data", str(text), *SMALL, "--budget", "1MiB") == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    last = err.splitlines()[-1]
+    assert last.startswith("elbowroom: a budget of 1.0 MiB (1048576 bytes) was asked for; the least this step can do ")
+    assert "step 3/4" not in err
+
+
+# ---------------------------------------------------------------------------------------------- plan
+
+
+USERS_STACK = """
+import torch
+from torch import nn
+def block(): return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(*(block() for _ in range(4))), torch.randn(128, 8)
+"""
+
+
+def test_plan_from_a_shell_prints_the_table_and_writes_plan_and_picture(tmp_path: Path) -> None:
+    (tmp_path / "stack_of_a_user.py").write_text(USERS_STACK)
+    process = start("plan", "--model", "stack_of_a_user.py:build", "--points", "3", cwd=tmp_path)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "→" in out
+    assert "keep all" in out
+    assert "written: plan.json, plan.png" in out
+    assert err.splitlines() == ["running one step, recorded and measured", "planning for 3 budgets"]
+    assert json.loads((tmp_path / "plan.json").read_text())["decisions"][0]["region"] == "0"
+    assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_plan_json_is_one_object(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (text.parent / "stack_for_json.py").write_text(USERS_STACK)
+    flags = ["--model", "stack_for_json.py:build", "--points", "2", "--plan-file", "a.json", "--picture", "a.png"]
+    code = run_here("plan", *flags, "--json")
+    sys.path.remove(str(text.parent))
+    result = json.loads(capsys.readouterr().out)
+    assert (code, result["command"], result["plan_file"], result["picture"]) == (0, "plan", "a.json", "a.png")
+    assert result["front"]["least_bytes"] <= result["chosen"]["peak_bytes"] <= result["front"]["plain_peak_bytes"]
+    assert {"name", "peak_bytes", "step_s", "replayed"} <= set(result["front"]["baselines"][0])
+
+
 # ---------------------------------------------------------------------------------------------- check
 
 
@@ -170,6 +234,13 @@ def test_check_takes_a_users_function(tmp_path: Path, capsys: pytest.CaptureFixt
             "elbowroom: --sequence-length 20000 needs at least 40002 tokens (one sequence to train on, one "
             "to validate), but text.txt has 22001; shorten it or give more text",
         ),
+        (
+            ["train", "--budget", "1GiB", "--activation-checkpointing", "full"],
+            "elbowroom: --budget 1GiB and --activation-checkpointing full contradict each other: with a budget a plan "
+            "decides what each block keeps; leave out one of the two",
+        ),
+        (["plan", "--model", "nothing.py:f"], "elbowroom: --model nothing.py:f: no file nothing.py"),
+        (["plan", "--points", "1"], "elbowroom: --points 1: must be at least 2"),
         (["check", "--model", "nothing.py:f"], "elbowroom: --model nothing.py:f: no file nothing.py"),
         (["check", "--steps", "0"], "elbowroom: --steps 0: must be at least 1"),
     ],
@@ -217,7 +288,7 @@ def test_unknown_flags_and_commands_exit_2(arguments: list[str], capsys: pytest.
 # ---------------------------------------------------------------------------------------------- help
 
 
-@pytest.mark.parametrize("command", ["train", "check"])
+@pytest.mark.parametrize("command", ["train", "plan", "check"])
 def test_every_flag_has_a_help_text_and_its_default(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_here(command, "--help") == 0
     text = " ".join(line.strip("│╭╰─╯ ") for line in capsys.readouterr().out.splitlines())
@@ -234,4 +305,5 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_here("--help") == 0
     out = capsys.readouterr().out
     assert "train" in out
+    assert "plan" in out
     assert "check" in out

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elbowroom.units import format_bytes, format_seconds
+from elbowroom.errors import UsageError
+from elbowroom.units import format_bytes, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -41,3 +42,35 @@ def test_bytes(n_bytes: int, text: str) -> None:
 )
 def test_seconds(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("amount", "n_bytes"),
+    [
+        ("20GiB", 20 * 1024**3),
+        ("6 GB", 6 * 10**9),
+        ("800MiB", 800 * 1024**2),
+        (" 1.5gib ", 3 * 1024**3 // 2),
+        ("0.3 KiB", 307),  # 307.2
+        ("2TB", 2 * 10**12),
+        ("1kb", 1000),
+        ("17", 17),
+        ("17 B", 17),
+        (10**12, 10**12),
+        (0, 0),
+        # Beyond what a float holds.
+        ("9007199254740993", 9007199254740993),
+        ("8589934592.000000001 MiB", 8589934592 * 1024**2),
+    ],
+)
+def test_bytes_parsed(amount: str | int, n_bytes: int) -> None:
+    assert parse_bytes(amount) == n_bytes
+
+
+@pytest.mark.parametrize(
+    "amount",
+    ["", "GiB", "-1GiB", "1,5GiB", "20G", "20 GiBs", "nan", "inf", "1e9", "85%", "٣GiB", -1, True, 1.5, None],
+)
+def test_no_number_of_bytes(amount: object) -> None:
+    with pytest.raises(UsageError, match="is no number of bytes: write a whole number, or a number with a unit"):
+        parse_bytes(amount)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The command line: ``elbowroom train`` and ``elbowroom check``.
+"""The command line: ``elbowroom train``, ``elbowroom plan`` and ``elbowroom check``.
 
 Exit codes: 0 done (check: equal), 1 failed (check: not equal), 2 asked for something that cannot be done,
 130 stopped by Ctrl-C. Results go to stdout, everything else to stderr. torch is imported only when a
@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import tyro
 
-from elbowroom.errors import ElbowroomError, UsageError
-from elbowroom.training.config import CheckConfig, TrainConfig
+from elbowroom.errors import ElbowroomError, InfeasibleBudgetError, UsageError
+from elbowroom.training.config import CheckConfig, PlanConfig, TrainConfig
 
 _JSON = tyro.conf.arg(help="print the result as one JSON object on stdout instead of a table")
 _UNNAMED = tyro.conf.arg(name="")
@@ -26,14 +26,29 @@ def train(config: Annotated[TrainConfig, _UNNAMED], *, json: Annotated[bool, _JS
     """Train a GPT on text, in the memory you have.
 
     Without any flag: a tiny GPT on the source text of this Python's standard library, about two minutes on
-    2 CPU cores. At the end a table shows what checkpointing saved and cost, and a sample of what the model
-    writes.
+    2 CPU cores. With --budget, the second step on keeps to it, at the least extra time. At the end a table shows
+    what that saved and cost, and a sample of what the model writes.
     """
     from elbowroom.training import loop
 
     summary = loop.train(config)
     _print_result("train", summary, as_json=json)
     return 130 if summary["interrupted"] else 0
+
+
+def plan(config: Annotated[PlanConfig, _UNNAMED], *, json: Annotated[bool, _JSON] = False) -> int:
+    """Show what a byte budget buys for a model: peak of a training step against its time.
+
+    One step is run and measured, then plans are made for budgets from the least possible to what the step takes without
+    help. Prints them beside the usual rules of thumb, writes the plan for --budget and a picture.
+
+    Exit code 2 if the budget is less than any plan can do with; the message says how much that is.
+    """
+    from elbowroom.training import tradeoff
+
+    result = tradeoff.trade_off(config, _say)
+    _print_result("plan", result, as_json=json)
+    return 0
 
 
 def check(config: Annotated[CheckConfig, _UNNAMED], *, json: Annotated[bool, _JSON] = False) -> int:
@@ -45,7 +60,7 @@ def check(config: Annotated[CheckConfig, _UNNAMED], *, json: Annotated[bool, _JS
     """
     from elbowroom.training import check as comparison
 
-    result = comparison.check(config, lambda text: print(text, file=sys.stderr))
+    result = comparison.check(config, _say)
     _print_result("check", result, as_json=json)
     if not result["equal"]:
         print(f"not equal: {result['first_difference']}", file=sys.stderr)
@@ -59,6 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     app = tyro.extras.SubcommandApp()
     app.command(train)
+    app.command(plan)
     app.command(check)
     try:
         code = app.cli(
@@ -67,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             args=arguments,
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
         )
-    except UsageError as error:
+    except (UsageError, InfeasibleBudgetError) as error:
         _fail(error, 2)
     except ElbowroomError as error:
         _fail(error, 1)
@@ -77,17 +93,22 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
 def _fail(error: ElbowroomError, code: int) -> NoReturn:
     print(f"elbowroom: {' '.join(str(error).split())}", file=sys.stderr)
     sys.exit(code)
 
 
-def _print_result(command: Literal["train", "check"], result: dict[str, Any], *, as_json: bool) -> None:
+def _print_result(command: Literal["train", "plan", "check"], result: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"command": command} | result, default=str, allow_nan=False))
         return
     from rich.console import Console
 
-    from elbowroom.reporting.tables import check_table, train_table
+    from elbowroom.reporting.tables import check_table, plan_table, train_table
 
-    Console().print(train_table(result) if command == "train" else check_table(result))
+    table = {"train": train_table, "plan": plan_table, "check": check_table}[command]
+    Console().print(table(result))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import subprocess
@@ -16,10 +17,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.profiler import ProfilerActivity
 
 from elbowroom.errors import UsageError
-from elbowroom.fitting import memory
-from elbowroom.fitting.memory import Death, Meter, memory_report, walk_events
+from elbowroom.fitting.memory import Marker, Meter, Segment, memory_report, resting_bytes, walk_events
 
 MIB = 1 << 20
 
@@ -164,16 +165,228 @@ def test_an_error_inside_passes_through_and_ends_the_session() -> None:
 
 
 def test_a_meter_in_a_meter_says_what_to_do() -> None:
-    with Meter() as outer, pytest.raises(UsageError, match="already running on this thread: end that one"):
-        Meter().__enter__()
-    assert outer.end_bytes == 0
+    assert not Meter.busy()
+    with Meter() as outer:
+        assert Meter.busy("cpu")
+        with pytest.raises(UsageError, match="already running in this process: end that one"):
+            Meter().start()
+        with pytest.raises(UsageError, match="already running: stop"):
+            outer.start()
+    assert (outer.end_bytes, Meter.busy()) == (0, False)
+
+
+def test_a_meter_in_a_profiler_refuses_and_spoils_nothing() -> None:
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile:
+        assert Meter.busy()
+        with pytest.raises(UsageError, match="a profiler"):
+            Meter().start()
+        torch.ones(3)
+    assert len(profile.events()) > 0
+    assert not Meter.busy()
+
+
+def test_a_profiler_that_warms_up_is_seen_although_no_flag_tells() -> None:
+    steps = torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1)
+    found = []
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], schedule=steps) as profile:
+        for _ in range(4):
+            found.append(Meter.busy())
+            profile.step()
+    assert found == [False, True, True, False]
+
+
+def run_apart(program: str) -> list[str]:
+    """The lines that a program prints in a process of its own, where torch may crash without harm to others."""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (result.returncode, "not found" in result.stderr) == (0, False), result.stderr
+    return result.stdout.splitlines()
+
+
+def test_a_profiler_started_meanwhile_gets_its_data_and_the_meter_says_it_lost() -> None:
+    lines = run_apart("""
+import threading, torch
+from torch.profiler import ProfilerActivity, profile
+from elbowroom.errors import UsageError
+from elbowroom.fitting.memory import Meter
+for how in ("inside", "across the end", "in another thread"):
+    meter, profiler = Meter(), profile(activities=[ProfilerActivity.CPU])
+    meter.start()
+    def run():
+        profiler.start(); torch.ones(3)
+        if how != "across the end": profiler.stop()
+    if how == "in another thread":
+        thread = threading.Thread(target=run); thread.start(); thread.join()
+    else:
+        run()
+    meter.mark()
+    try: meter.stop()
+    except UsageError as error: print(str(error)[:72])
+    meter.stop()
+    if how == "across the end": profiler.stop()
+    print(len(profiler.events()), hasattr(meter, "peak_bytes"), meter.running)
+""")
+    assert lines == ["the Meter lost its count: a torch.profiler was started while it ran, or ", "3 False False"] * 3
+
+
+def test_a_session_that_nobody_ends_is_ended_with_its_thread_and_with_the_process() -> None:
+    """torch itself crashes at the exit of a process whose profiler session is still on."""
+    lines = run_apart("""
+import threading, torch
+from elbowroom.errors import UsageError
+from elbowroom.fitting.memory import Meter
+first, second = Meter(), Meter()
+def elsewhere(function):
+    thread = threading.Thread(target=function); thread.start(); thread.join()
+def stop():
+    try: second.stop()
+    except UsageError as error: print("stop() came from another thread" in str(error))
+elsewhere(first.start)
+print(Meter.busy())
+second.start()
+elsewhere(stop)
+model = torch.nn.Linear(3, 3)
+model.cycle = [model, second]
+torch.kept = model  # goes late, when torch is half gone
+print(Meter.busy())
+""")
+    assert lines == ["False", "True", "True"]
+
+
+def test_an_error_of_the_caller_is_not_hidden_by_a_lost_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = FakeAllocator()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: allocator)
+    meter = Meter("cuda:0")
+    counter = meter._counter
+    stop = counter.stop
+    monkeypatch.setattr(counter, "stop", lambda: stop() and None)
+    with pytest.raises(ZeroDivisionError), meter:
+        raise ZeroDivisionError
+    with pytest.raises(UsageError, match="lost its count"), meter:
+        pass
+
+
+def test_start_and_stop_without_with() -> None:
+    meter = Meter()
+    meter.stop()  # not begun: nothing to do
+    for n_bytes in (MIB, 2 * MIB):
+        meter.start()
+        assert meter.running
+        block_of(n_bytes)
+        meter.stop()
+        meter.stop()
+        assert (meter.peak_bytes, meter.running) == (n_bytes, False)
+
+
+def test_a_forgotten_meter_ends_its_session() -> None:
+    meter = Meter()
+    meter.start()
+    assert Meter.busy()
+    del meter
+    assert not Meter.busy()
+
+
+def test_start_bytes_are_those_of_the_tensors_that_python_reaches() -> None:
+    with Meter() as meter:
+        pass
+    resting = meter.start_bytes
+    assert resting == resting_bytes("cpu")
+    held = block_of(5 * MIB)
+    views = [held[10:], held[:7]]
+    parameter = nn.Parameter(torch.zeros(1024))
+    parameter.square().sum().backward()  # a gradient, 4 KiB like the parameter; nobody asked for it yet
+    product = parameter * 1
+    product.retain_grad()
+    product.sum().backward()
+    borrowed = torch.from_numpy(np.zeros(MIB, dtype=np.uint8))
+    with Meter() as meter:
+        # The gradient of before and three more of 4 KiB; the product's own gradient was retained.
+        new_bytes = meter.start_bytes - resting
+    assert new_bytes == 5 * MIB + 4 * 4096
+    del views, borrowed
+
+
+def test_garbage_goes_before_the_start_or_is_left_to_the_caller() -> None:
+    resting = resting_bytes()
+    cycle: list[Any] = [block_of(MIB)]
+    cycle.append(cycle)
+    gc.disable()
+    try:
+        del cycle
+        assert resting_bytes(collect_garbage=False) == resting + MIB
+        with Meter(collect_garbage=False) as meter:
+            gc.collect()
+        assert (meter.start_bytes, meter.end_bytes) == (resting + MIB, -MIB)
+        cycle = [block_of(MIB)]
+        cycle.append(cycle)
+        del cycle
+        with Meter() as meter:  # by default garbage is none of its matter
+            gc.collect()
+        assert (meter.start_bytes, meter.end_bytes) == (resting, 0)
+    finally:
+        gc.enable()
+
+
+def test_segments_from_mark_to_mark() -> None:
+    old = block_of(8 * MIB)
+    with Meter() as meter:
+        block_of(9 * MIB)  # before the first mark: in no segment
+        first = block_of(MIB)
+        numbers = [meter.mark()]
+        block_of(2 * MIB)
+        numbers += [meter.mark(), meter.mark()]
+        del old
+        numbers += [meter.mark()]
+        second = block_of(3 * MIB)
+    assert numbers == [0, 1, 2, 3]
+    assert meter.segments == (
+        Segment(MIB, 3 * MIB),
+        Segment(MIB, MIB),
+        Segment(MIB, MIB),
+        Segment(-7 * MIB, -4 * MIB),
+    )
+    assert (meter.peak_bytes, meter.end_bytes) == (9 * MIB, -4 * MIB)
+    assert meter.mark() == -1  # over
+    del first, second
+
+
+def test_marks_in_backward_and_in_threads_that_are_not_heard() -> None:
+    weight = torch.ones(MIB // 4, requires_grad=True)
+    product = weight * 2
+    product.register_hook(lambda _: meter.mark() and None)
+    with Meter() as meter:
+        meter.mark()
+        thread = threading.Thread(target=meter.mark)
+        thread.start()
+        thread.join()
+        kept = block_of(5 * MIB)
+        product.sum().backward()
+    # The one of the silent thread falls on that of backward: 5 MiB, the loss, and the gradients of it and of
+    # the product (which is expanded: four bytes). From there on a full product, the weight's gradient.
+    level = 5 * MIB + 4 + 4
+    assert meter.segments[0].level_bytes == 0
+    assert meter.segments[1] == Segment(level, level)
+    assert meter.segments[2].level_bytes == level
+    assert level + MIB <= meter.segments[2].peak_bytes < level + MIB + 64
+    assert len(meter.segments) == 3
+    del kept
+
+
+def test_a_death_in_a_thread_that_is_not_heard_counts_at_the_end() -> None:
+    blocks = [block_of(MIB)]
+    with Meter() as meter:
+        thread = threading.Thread(target=blocks.clear)
+        thread.start()
+        thread.join()
+        new = block_of(4 * MIB)
+    assert (meter.peak_bytes, meter.end_bytes) == (4 * MIB, 3 * MIB)
+    del new
 
 
 def test_resident_set_stands_beside() -> None:
     with Meter() as meter:
         held = torch.ones(64 * MIB, dtype=torch.uint8)
     assert meter.end_resident_bytes - meter.start_resident_bytes > 48 * MIB
-    assert (meter.start_bytes, meter.start_reserved_bytes, meter.end_reserved_bytes) == (None, None, None)
+    assert (meter.start_reserved_bytes, meter.end_reserved_bytes) == (None, None)
     del held
 
 
@@ -197,15 +410,21 @@ def test_nothing_is_left_behind_and_stderr_stays_clean() -> None:
 )
 def test_walk_adds_up_as_a_ledger_does(moves: list[tuple[int, int]], before: dict[int, int]) -> None:
     """Toggle slots: allocate where empty, free where full; frees of blocks from before come as markers."""
-    ledger, events, deaths = dict(before), [], []
+    ledger, events = dict(before), []
+    markers: list[Marker] = []
     start = highest = sum(before.values())
     old = set(before)
+    segments: list[list[int]] = []
     for number, (slot, size) in enumerate(moves):
         address = 1000 + slot
+        if size % 7 == 0:  # marks share one address and size: told apart by their order
+            events += [(5000, 4097), (5000, -4097)]
+            markers.append(Marker(5000, 4097, mark=len(segments)))
+            segments.append([sum(ledger.values()), sum(ledger.values())])
         if slot in ledger and slot in old:
-            marker = 5000 + number
-            events += [(marker, memory._MARKER_BYTES), (marker, -memory._MARKER_BYTES)]
-            deaths.append(Death(marker, address))
+            marker = 6000 + number
+            events += [(marker, 4099), (marker, -4099)]
+            markers.append(Marker(marker, 4099, died=address))
             old.discard(slot)
             del ledger[slot]
         elif slot in ledger:
@@ -214,15 +433,18 @@ def test_walk_adds_up_as_a_ledger_does(moves: list[tuple[int, int]], before: dic
             ledger[slot] = size
             events.append((address, size))
         highest = max(highest, sum(ledger.values()))
-    timeline = walk_events(events, {1000 + slot: size for slot, size in before.items()}, deaths)
-    assert timeline == (highest - start, sum(ledger.values()) - start)
+        for segment in segments[-1:]:
+            segment[1] = max(segment[1], sum(ledger.values()))
+    timeline = walk_events(events, {1000 + slot: size for slot, size in before.items()}, markers)
+    assert (timeline.peak_bytes, timeline.end_bytes) == (highest - start, sum(ledger.values()) - start)
+    assert timeline.segments == tuple((level - start, peak - start) for level, peak in segments)
 
 
 def test_walk_trusts_its_own_sizes_over_stale_ones() -> None:
     # The reporter remembers 8 bytes for address 1 from an earlier session; the block there now has 100.
-    assert walk_events([(1, -8), (2, 50)], {1: 100}, []) == (0, -50)
+    assert walk_events([(1, -8), (2, 50)], {1: 100}, []) == (0, -50, ())
     # A free of a block nobody knew changes nothing.
-    assert walk_events([(1, -8), (2, 50)], {}, []) == (50, 50)
+    assert walk_events([(1, -8), (2, 50)], {}, []) == (50, 50, ())
 
 
 class FakeAllocator:
@@ -260,6 +482,33 @@ def test_accelerator_counts_from_its_start_and_nests(monkeypatch: pytest.MonkeyP
     assert (inner.peak_bytes, inner.end_bytes, inner.start_bytes) == (50, 50, 1100)
     assert (outer.peak_bytes, outer.end_bytes, outer.start_bytes) == (700, -100, 1000)
     assert (outer.start_reserved_bytes, outer.end_reserved_bytes) == (4096, 4096)
+
+
+def test_accelerator_marks_reset_and_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = FakeAllocator()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: allocator)
+
+    def bump(n_bytes: int) -> None:
+        allocator.change(n_bytes)
+        allocator.change(-n_bytes)
+
+    with Meter("cuda:0") as outer:
+        bump(900)
+        assert outer.mark() == 0
+        bump(300)
+        allocator.change(10)
+        with Meter("cuda:0") as inner:
+            bump(500)
+            assert inner.mark() == 0  # resets: the outer one must have seen the 500
+            bump(20)
+            assert outer.mark() == 1
+            bump(40)
+        bump(60)
+    assert outer.segments == ((0, 510), (10, 70))
+    assert inner.segments == ((0, 40),)
+    assert (outer.peak_bytes, inner.peak_bytes) == (900, 500)
+    assert resting_bytes("cuda:0") == 1010
+    assert not Meter.busy("cuda:0")
 
 
 def test_accelerator_report_is_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
-from elbowroom.fitting.regions import find_regions
+from elbowroom.errors import UsageError
+from elbowroom.fitting.regions import describe_regions, find_regions
 from elbowroom.models.gpt import GPT, GPTConfig
+from tests.real_models import builders
 
 
 class Block(nn.Module):
@@ -96,3 +101,138 @@ def test_a_shared_block_is_one_region() -> None:
     shared = Block()
     model = Holder(layers=nn.ModuleList([shared, Block()]), again=nn.ModuleList([shared, Block()]))
     assert names(model) == ["layers.0", "layers.1", "again.1"]
+
+
+def test_a_stage_that_happens_to_have_one_block() -> None:
+    def stage(width: int, depth: int) -> nn.Module:
+        return nn.Sequential(*(Block(width) for _ in range(depth)))
+
+    model = Holder(
+        stem=nn.Conv2d(3, 4, 3), layer1=stage(4, 1), layer2=stage(8, 2), layer3=stage(16, 1), fc=nn.Linear(16, 4)
+    )
+    assert names(model) == ["layer1.0", "layer2.0", "layer2.1", "layer3.0"]
+    # All stages of one block: repeated all the same.
+    assert names(Holder(layer1=stage(4, 1), layer2=stage(8, 1))) == ["layer1.0", "layer2.0"]
+    # One block in one Sequential is not repeated.
+    assert names(Holder(layer1=nn.Sequential(Holder(a=nn.Linear(4, 4))), fc=nn.Linear(4, 4))) == ["layer1", "fc"]
+
+
+def test_transformer_of_torch_with_encoder_and_decoder() -> None:
+    model = Holder(body=nn.Transformer(8, 2, 2, 3, 16, batch_first=True), head=nn.Linear(8, 8))
+    found = [f"body.encoder.layers.{i}" for i in range(2)] + [f"body.decoder.layers.{i}" for i in range(3)]
+    assert names(model) == found
+    assert describe_regions(find_regions(model), model) == (
+        "5 regions: body.encoder.layers.0, body.encoder.layers.1 (TransformerEncoderLayer), body.decoder.layers.0, "
+        "body.decoder.layers.1, body.decoder.layers.2 (TransformerDecoderLayer); outside them: body.encoder.norm, "
+        "body.decoder.norm, head"
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "whisper", "vit", "mixtral"])
+def test_models_of_the_transformers_library(name: str) -> None:
+    pytest.importorskip("transformers")
+    trainee = builders.TRANSFORMERS[name]()
+    assert [id(module) for module in find_regions(trainee.model).values()] == [id(layer) for layer in trainee.layers]
+
+
+LAYERS = [f"encoder.layers.{i}" for i in range(3)] + [f"decoder.layers.{i}" for i in range(2)]
+
+
+def towers() -> Holder:
+    return Holder(
+        encoder=Holder(layers=nn.ModuleList([Block(), Other(), Block()]), norm=nn.LayerNorm(4)),
+        decoder=Holder(layers=nn.ModuleList([Other(), Other()])),
+        head=nn.Linear(4, 4),
+    )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "found"),
+    [
+        (Other, ["encoder.layers.1", "decoder.layers.0", "decoder.layers.1"]),
+        (Block, ["encoder.layers.0", "encoder.layers.1", "encoder.layers.2", "decoder.layers.0", "decoder.layers.1"]),
+        ("head", ["head"]),
+        ("encoder.layers.0", ["encoder.layers.0"]),
+        ("encoder.layers.*", ["encoder.layers.0", "encoder.layers.1", "encoder.layers.2"]),
+        ("encoder.layers.[02]", ["encoder.layers.0", "encoder.layers.2"]),
+        ("*.layers.1", ["encoder.layers.1", "decoder.layers.1"]),
+        ("**.1.inner", ["encoder.layers.1.inner", "decoder.layers.1.inner"]),
+        ("dec**", ["decoder"]),  # not alone between dots: as a single star
+        ("decoder.layers", ["decoder.layers.0", "decoder.layers.1"]),  # a list stands for its members
+        ("*", ["encoder", "decoder", "head"]),
+        ("", [""]),
+        (["head", Other, "encoder.*"], ["encoder.layers.0", "encoder.layers.1", "encoder.layers.2", "encoder.norm",
+                                        "decoder.layers.0", "decoder.layers.1", "head"]),
+        (nn.Sequential, [f"{layer}.experts.{i}" for layer in LAYERS for i in range(2)]),
+    ],
+)  # fmt: skip
+def test_chosen_by_class_name_glob_or_a_mixture(chosen: Any, found: list[str]) -> None:
+    regions = find_regions(towers(), chosen)
+    assert list(regions) == found
+    assert list(find_regions(towers(), [chosen] if isinstance(chosen, (str, type)) else tuple(chosen))) == found
+
+
+def test_the_outer_one_of_nested_choices_wins_and_it_is_said() -> None:
+    model = towers()
+    found = find_regions(model, ["**.inner", "decoder.layers.*", nn.LayerNorm])
+    assert list(found) == [
+        "encoder.layers.0.inner", "encoder.layers.1.inner", "encoder.layers.2.inner", "encoder.norm",
+        "decoder.layers.0", "decoder.layers.1",
+    ]  # fmt: skip
+    assert found.inside == {f"decoder.layers.{i}.inner": f"decoder.layers.{i}" for i in range(2)}
+    text = describe_regions(found, model)
+    assert text.endswith("; 2 chosen inside others are part of those (decoder.layers.0.inner of decoder.layers.0)")
+    assert find_regions(model, ["", "head"]).inside == {"head": ""}
+
+
+def test_shared_blocks_are_chosen_once_under_any_of_their_names() -> None:
+    shared = Block()
+    model = Holder(layers=nn.ModuleList([shared, Block()]), again=nn.ModuleList([shared, Block()]))
+    assert list(find_regions(model, Block)) == ["layers.0", "layers.1", "again.1"]
+    assert list(find_regions(model, "again.*")) == ["again.0", "again.1"]
+    assert list(find_regions(model, ["again.*", "layers.*"])) == ["layers.0", "layers.1", "again.1"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ("encoder.layer.0", r"'encoder\.layer\.0' matches no module of this model; near it: encoder\.layers\.0"),
+        ("encodr.norm", "matches no module of this model; near it: encoder.norm"),
+        ("layers.*", r"'\*\*\.layers\.\*' would match encoder\.layers\.0, .*, encoder\.layers\.2 and 2 more"),
+        ("Other", r"it is the class of encoder\.layers\.1, .*: give the class itself, or those names"),
+        ("xyz", "matches no module of this model; it begins with encoder, decoder, head"),
+        (nn.LSTM, r"no module of this model is a LSTM; it has Holder, ModuleList, Block, Linear, Sequential, GELU and"),
+        (type("Others", (nn.Module,), {}), "is a Others; it has Other"),
+        ([], r"regions=\[\] chooses no region"),
+        (3, "regions: 3 is neither a class of modules nor a name or glob"),
+        (int, "regions: <class 'int'> is neither a class"),
+        (nn.Linear(2, 2), "regions: a Linear object is neither a class"),
+        (["head", None], "regions: None is neither a class"),
+    ],
+)
+def test_a_choice_that_means_nothing_is_named(chosen: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        find_regions(towers(), chosen)
+
+
+def test_a_list_without_anything_to_call() -> None:
+    with pytest.raises(UsageError, match="'empty' is a ModuleList without anything to call in it"):
+        find_regions(Holder(empty=nn.ModuleList()), "empty")
+
+
+def test_what_was_chosen_is_said_in_a_line() -> None:
+    gpt = GPT(GPTConfig(dim=32, n_layers=12, n_heads=2))
+    text = describe_regions(find_regions(gpt), gpt)
+    assert text.startswith(f"12 regions: blocks.0 ... blocks.11 ({type(gpt.blocks[0]).__name__}); outside them: ")
+    assert "blocks" not in text.partition("outside")[2]
+    layer = nn.Linear(4, 4)
+    assert describe_regions(find_regions(layer), layer) == "1 region: the model itself (Linear)"
+    model = towers()
+    assert describe_regions(find_regions(model, "encoder.layers.*"), model) == (
+        "3 regions: encoder.layers.0, encoder.layers.1, encoder.layers.2 (Block, Other); outside them: encoder.norm, "
+        "decoder, head"
+    )
+    every_second = [f"blocks.{i}" for i in range(0, 12, 2)]
+    assert describe_regions(find_regions(gpt, every_second), gpt).startswith(
+        "6 regions: blocks.0, blocks.2 ... blocks.10 ("
+    )

@@ -64,9 +64,11 @@ def test_inputs_reach_the_model(models: Path, function: str) -> None:
     torch.testing.assert_close(candidate.loss_fn(output), expected)
 
 
-def test_presets_have_dropout_and_the_asked_shape() -> None:
-    candidate = candidate_builder("tiny", batch_size=3, sequence_length=20)()
+def test_presets_have_the_asked_dropout_and_shape() -> None:
+    candidate = candidate_builder("tiny", batch_size=3, sequence_length=20, dropout=0.1)()
     assert candidate.model.config.dropout == 0.1  # type: ignore[union-attr]
+    as_it_is = candidate_builder("tiny", batch_size=1, sequence_length=None)().model.config
+    assert (as_it_is.dropout, as_it_is.sequence_length) == (0.0, 128)  # type: ignore[union-attr]
     logits, loss = candidate.forward()
     assert logits.shape == (3, 20, 256)
     assert candidate.loss_fn((logits, loss)) is loss

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from elbowroom.errors import ElbowroomError, UsageError
+from elbowroom.errors import ElbowroomError, InfeasibleBudgetError, UsageError
+from elbowroom.planning.plan import Plan
 from elbowroom.training import loop
 from elbowroom.training.config import TrainConfig
 from elbowroom.training.loop import train
@@ -63,6 +64,48 @@ def test_checkpointing_changes_no_loss_and_lowers_the_peak(configured: Configure
     assert cost["checkpointed"]["peak_bytes"] < 0.7 * cost["plain"]["peak_bytes"]
     assert plain["step_cost"]["plain"]["peak_bytes"] == cost["plain"]["peak_bytes"]
     assert "checkpointed" not in plain["step_cost"]
+
+
+def test_a_budget_is_kept_to_and_changes_no_loss(configured: Configured, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {"micro_batch_size": 4, "sequence_length": 64, "max_steps": 8}
+    free = train(configured(run_name="max", budget="max", **changes))
+    need_bytes = free["plan"]["plain_peak_bytes"]
+    assert free["plan"]["peak_bytes"] == need_bytes
+    resting_bytes = free["plan"]["resting_bytes"]
+    budget_bytes = resting_bytes + (need_bytes - resting_bytes) * 6 // 10
+    capsys.readouterr()
+
+    run = train(configured(run_name="planned", budget=str(budget_bytes), **changes))
+    plain = train(configured(run_name="none", activation_checkpointing="none", **changes))
+    assert metrics(run, "train/loss") == metrics(plain, "train/loss") == metrics(free, "train/loss")
+    assert metrics(run, "train/grad_norm") == metrics(plain, "train/grad_norm")
+    assert (run["activation_checkpointing"], run["keep"], run["budget"]) == ("planned", None, str(budget_bytes))
+    numbers = run["plan"]
+    assert numbers["budget_bytes"] == budget_bytes
+    assert numbers["peak_bytes"] <= budget_bytes
+    assert numbers["measured_peak_bytes"] <= budget_bytes
+    assert numbers["measured_peak_bytes"] == pytest.approx(numbers["peak_bytes"], rel=0.03)
+    assert run["step_cost"]["checkpointed"]["peak_bytes"] < run["step_cost"]["plain"]["peak_bytes"]
+    kept = Plan.from_json((Path(run["run_dir"]) / "plan.json").read_text())
+    assert (kept.budget_bytes, kept.predicted.peak_bytes) == (budget_bytes, numbers["peak_bytes"])
+    said = capsys.readouterr().err
+    assert said.count("without help one step would take ") == 1
+    assert said.index("step 1/8") < said.index("without help") < said.index(str(kept)) < said.index("step 3/8")
+    assert "warning" not in said
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_budget_too_small_ends_the_run_in_the_second_step(configured: Configured) -> None:
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        train(configured(budget="1MiB"))
+    assert caught.value.budget_bytes == 2**20 < caught.value.least_bytes
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_one_step_alone_makes_no_plan(configured: Configured) -> None:
+    run = train(configured(budget="max", max_steps=1))
+    assert (run["plan"], run["budget"]) == (None, "max")
+    assert not (Path(run["run_dir"]) / "plan.json").exists()
 
 
 @pytest.mark.usefixtures("unmeasured")

@@ -12,27 +12,31 @@ What the CPU meter knows, precisely:
   therefore lists the tensors Python can reach at the start (and their gradients), and counts each one that
   dies. Blocks that only C++ holds at the start (a graph recorded before it) are not noticed when they go;
   torch then says "Memory block of unknown size" on stderr.
+- A process has one profiler session: torch crashes where two overlap, in whatever threads. The meter refuses
+  to be the second. Should a profiler start while a meter runs, the profiler's user gets his data, and the
+  meter's numbers are lost (it says so).
 - Bytes are those asked of the allocator. What libraries such as oneDNN take for themselves shows in the
   resident set.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import os
+import itertools
 import sys
 import threading
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, TextIO
 
 import psutil
 import torch
-from torch._C._profiler import ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
-from torch.profiler import ProfilerActivity
 
 from elbowroom.errors import UsageError
+from elbowroom.fitting.allocator_events import AllocatorEvents, profiler_is_busy
 from elbowroom.units import format_bytes
 
 # ----------------------------------------------------------------------------------------------------
@@ -40,11 +44,20 @@ from elbowroom.units import format_bytes
 # ----------------------------------------------------------------------------------------------------
 
 
-class Death(NamedTuple):
-    """The end of a block from before the start, placed in the event stream by a marker block."""
+class Segment(NamedTuple):
+    """From one mark to the next (the last one: to the end). Bytes above the start, negative if below it."""
 
-    marker_address: int
+    level_bytes: int  # at the mark
+    peak_bytes: int  # the highest until the next mark; never below the level
+
+
+class Marker(NamedTuple):
+    """A block made and dropped at once, so that a moment has its place in the stream of allocator events."""
+
     address: int
+    n_bytes: int
+    died: int | None = None  # address of a block from before the start that ends here
+    mark: int | None = None  # or the number of the caller's mark
 
 
 class Timeline(NamedTuple):
@@ -52,15 +65,12 @@ class Timeline(NamedTuple):
 
     peak_bytes: int
     end_bytes: int
+    segments: tuple[Segment, ...] = ()
 
 
-# Private to torch, and typed by stubs that lag behind it: the one place where we depend on either.
+# Private to torch, and typed by stubs that lag behind it.
 _C: Any = torch._C
 _UntypedStorage: Any = torch.UntypedStorage
-
-# The marker's size is no power of two and no multiple of a dtype, so that a reader of events knows it at a
-# glance; what identifies it is its address, in the order in which markers were made.
-_MARKER_BYTES = 67
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -71,50 +81,126 @@ _MARKER_BYTES = 67
 class Meter:
     """Counts the bytes of what runs inside ``with Meter(device) as meter: ...``, exactly and repeatably.
 
-    After the block:
+    Also without ``with``: ``meter.start()`` ... ``meter.stop()``. Afterwards:
 
     ``peak_bytes``            the highest number of bytes above those at its start
     ``end_bytes``             bytes at its end minus bytes at its start (negative if more was freed)
-    ``start_bytes``           bytes allocated on the device at its start; None on CPU (nobody counts)
+    ``segments``              a :class:`Segment` for each mark that was placed with ``mark()``
+    ``start_bytes``           bytes at its start: allocated on the accelerator; on CPU those of the tensors that
+                              Python reaches, see :func:`resting_bytes` (known from the start on)
     ``start_reserved_bytes``  held by the caching allocator then, None on CPU; ``end_reserved_bytes`` likewise
     ``start_resident_bytes``  resident set of this process then; ``end_resident_bytes`` likewise
 
-    Garbage cycles are collected before the start, so that older garbage does not end inside. On an
-    accelerator the allocator's peak counter is reset (it can only be asked that way); meters may nest
-    there. On CPU a thread has one profiler, so that a meter raises UsageError inside another meter or a
-    running ``torch.profiler``.
+    ``collect_garbage``: collect cycles before the start, so that older garbage does not end inside (about half
+    of what starting costs). Without it, ``start_bytes`` includes such garbage, and its end counts.
+
+    On an accelerator the allocator's peak counter is reset (it can only be asked that way); meters may nest
+    there. On CPU a process has one profiler: starting inside another meter or a ``torch.profiler`` raises
+    UsageError; ask ``Meter.busy(device)`` beforehand.
     """
 
     peak_bytes: int
     end_bytes: int
-    start_bytes: int | None = None
+    segments: tuple[Segment, ...] = ()
+    start_bytes: int
     start_reserved_bytes: int | None = None
     end_reserved_bytes: int | None = None
     start_resident_bytes: int
     end_resident_bytes: int
+    running = False
+    gives_way = False  # another one that wants to start may stop this one
+    _on_cpu: weakref.ref[Meter] | None = None  # the one that runs; a forgotten one must be able to end
 
-    def __init__(self, device: torch.device | str | None = None) -> None:
+    def __init__(self, device: torch.device | str | None = None, *, collect_garbage: bool = True) -> None:
         self.device = torch.device(device if device is not None else "cpu")
+        self.when_stopped: list[Callable[[], None]] = []  # called once, when the numbers are there
+        self._collect_garbage = collect_garbage
         self._counter: _CpuCounter | _AcceleratorCounter
         if self.device.type == "cpu":
             self._counter = _CpuCounter()
         else:
             self._counter = _AcceleratorCounter(self.device)
 
-    def __enter__(self) -> Meter:
-        gc.collect()
+    @staticmethod
+    def busy(device: torch.device | str | None = None) -> bool:
+        """Whether ``start()`` would raise now: on CPU another meter or a profiler is on (or warming up)."""
+        if torch.device(device if device is not None else "cpu").type != "cpu" or not profiler_is_busy():
+            return False
+        current = Meter.current()
+        return current is None or not current.gives_way
+
+    @staticmethod
+    def current() -> Meter | None:
+        """The CPU meter that runs now, if any: others may place marks in it."""
+        return None if Meter._on_cpu is None else Meter._on_cpu()
+
+    def start(self) -> None:
+        """Begins to count. Raises UsageError where :meth:`busy`, or where this meter runs already."""
+        if self.running:
+            raise UsageError("this Meter is already running: stop() it first, or use a second Meter")
+        current = Meter.current()
+        if self.device.type == "cpu" and current is not None and current.gives_way:
+            with contextlib.suppress(UsageError):
+                current.stop()
+        if self._collect_garbage:
+            gc.collect()
+        self.segments = ()
         self.start_resident_bytes = resident_bytes()
-        self._counter.start()
-        self.start_bytes = self._counter.allocated_bytes()
+        self.start_bytes = self._counter.start()
         self.start_reserved_bytes = self._counter.reserved_bytes()
+        self.running = True
+        if self.device.type == "cpu":
+            Meter._on_cpu = weakref.ref(self)
+
+    def mark(self) -> int:
+        """Begins a new segment here; returns its number (0, 1, 2, ...), or -1 where the meter does not run.
+
+        From any thread. A mark in a thread that the CPU meter does not hear falls on the next mark that it
+        hears (or on the end), and its segment is empty.
+        """
+        return self._counter.mark() if self.running else -1
+
+    def stop(self) -> None:
+        """Ends the counting and sets the numbers; does nothing on a meter that does not run.
+
+        Raises UsageError in one case: the CPU session was lost, because a profiler was started meanwhile or
+        because another thread calls. There are no numbers then; the meter has ended all the same.
+        """
+        if not self.running:
+            return
+        self.running = False
+        if Meter.current() is self:
+            Meter._on_cpu = None
+        timeline = self._counter.stop()
+        self.end_reserved_bytes = self._counter.reserved_bytes()
+        self.end_resident_bytes = resident_bytes()
+        if timeline is None:
+            raise UsageError(
+                "the Meter lost its count: a torch.profiler was started while it ran, or stop() came from "
+                "another thread than start(); measure again without"
+            )
+        self.peak_bytes, self.end_bytes, self.segments = timeline
+        waiting, self.when_stopped = self.when_stopped, []
+        for call in waiting:
+            call()
+
+    def __enter__(self) -> Meter:
+        self.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.peak_bytes, self.end_bytes = self._counter.stop()
-        self.end_reserved_bytes = self._counter.reserved_bytes()
-        self.end_resident_bytes = resident_bytes()
+        try:
+            self.stop()
+        except UsageError:
+            if error is None:  # else the caller's own error is the one to see
+                raise
+
+    def __del__(self) -> None:
+        # A forgotten meter would leave the process's only profiler session running.
+        if self.running and not sys.is_finalizing():
+            self._counter.stop()
 
 
 class memory_report:  # noqa: N801 - a verb that is also a context manager, as torch.no_grad is
@@ -155,37 +241,58 @@ class memory_report:  # noqa: N801 - a verb that is also a context manager, as t
         print(f"memory on {self.meter.device}, {text}", file=self._file or sys.stdout)
 
 
+def resting_bytes(device: torch.device | str | None = None, *, collect_garbage: bool = True) -> int:
+    """Bytes in use on ``device`` now, as the meter counts them: its ``start_bytes``, without starting it.
+
+    Accelerators: what the caching allocator has given out. CPU: the storages of all tensors that Python reaches
+    (and of their gradients), each once, if the CPU allocator made them: not memory of NumPy or of a mapped file.
+    """
+    place = torch.device(device if device is not None else "cpu")
+    if collect_garbage:
+        gc.collect()
+    if place.type == "cpu":
+        return sum(storage.nbytes() for storage in _cpu_storages())
+    return int(torch.get_device_module(place).memory_allocated(place))
+
+
 def resident_bytes() -> int:
     """The resident set of this process now, bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
-def walk_events(events: Iterable[tuple[int, int]], before: dict[int, int], deaths: Sequence[Death]) -> Timeline:
+def walk_events(events: Iterable[tuple[int, int]], before: dict[int, int], markers: Sequence[Marker]) -> Timeline:
     """Adds up allocator events in order of time.
 
     ``events``: (address, bytes), bytes negative for a free.
     ``before``: address to bytes of the blocks alive at the start.
-    ``deaths``: those of them that died, each at the place in ``events`` where its marker block appears.
+    ``markers``: their places in ``events`` are where blocks of their address and bytes appear, in this order.
     """
     alive: dict[int, int] = {}
     unfreed_before = dict(before)
-    marked = iter(deaths)
-    death = next(marked, None)
-    current = peak = 0
+    course = _Course()
+    waiting: defaultdict[tuple[int, int], deque[Marker]] = defaultdict(deque)
+    for marker in markers:
+        waiting[marker.address, marker.n_bytes].append(marker)
     for address, size in events:
         if size < 0:
             # The reporter's own size is stale where the block was made out of its hearing: ours decides.
             known = alive if address in alive else unfreed_before
-            current -= known.pop(address, 0)
-        elif death is not None and (address, size) == (death.marker_address, _MARKER_BYTES):
-            current -= unfreed_before.pop(death.address, 0)
-            death = next(marked, None)
+            course.change(-known.pop(address, 0))
+        elif queue := waiting.get((address, size)):
+            marker = queue.popleft()
             alive[address] = 0
+            if marker.mark is not None:
+                course.mark(marker.mark)
+            elif marker.died is not None:
+                course.change(-unfreed_before.pop(marker.died, 0))
         else:
             alive[address] = size
-            current += size
-            peak = max(peak, current)
-    return Timeline(peak, current)
+            course.change(size)
+    for marker in itertools.chain.from_iterable(waiting.values()):  # unheard: placed at the end
+        if marker.died is not None:
+            course.change(-unfreed_before.pop(marker.died, 0))
+    n_marks = sum(marker.mark is not None for marker in markers)
+    return Timeline(course.peak_bytes, course.bytes, course.segments(n_marks))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -193,33 +300,66 @@ def walk_events(events: Iterable[tuple[int, int]], before: dict[int, int], death
 # ----------------------------------------------------------------------------------------------------
 
 
+class _Course:
+    """Bytes above the start as they go up and down: the highest, and the highest since each mark."""
+
+    def __init__(self) -> None:
+        self.bytes = self.peak_bytes = 0
+        self._marked: dict[int, Segment] = {}
+        self._open, self._level_bytes, self._segment_peak_bytes = -1, 0, 0
+
+    def change(self, n_bytes: int) -> None:
+        self.bytes += n_bytes
+        self.reach(self.bytes)
+
+    def reach(self, n_bytes: int) -> None:
+        """Notes bytes that were in use at some moment since the last mark."""
+        if n_bytes > self._segment_peak_bytes:
+            self._segment_peak_bytes = n_bytes
+            self.peak_bytes = max(self.peak_bytes, n_bytes)
+
+    def mark(self, number: int) -> None:
+        self._close()
+        self._open, self._level_bytes, self._segment_peak_bytes = number, self.bytes, self.bytes
+
+    def segments(self, n_marks: int) -> tuple[Segment, ...]:
+        """Those of marks 0 to ``n_marks - 1``; a mark that was not heard takes the place of the next one heard."""
+        self._close()
+        found: list[Segment] = []
+        following = self.bytes
+        for number in reversed(range(n_marks)):
+            segment = self._marked.get(number, Segment(following, following))
+            following = segment.level_bytes
+            found.append(segment)
+        return tuple(reversed(found))
+
+    def _close(self) -> None:
+        self._marked[self._open] = Segment(self._level_bytes, self._segment_peak_bytes)
+
+
 class _CpuCounter:
     """Listens to the CPU allocator of this thread through a profiler session of its own."""
 
-    def start(self) -> None:
-        if _C._autograd._profiler_enabled():
-            raise UsageError(
-                "Meter('cpu') listens to the allocator through torch's profiler, and a profiler (or another "
-                "Meter) is already running on this thread: end that one first, or measure one after the other"
-            )
-        self._thread = threading.get_ident()
-        self._deaths: list[Death] = []
-        self._unplaced_bytes = 0
-        self._before, self._watch = self._watch_tensors()
-        # Of the operators only user-made scopes are listened to: few, so nearly all events are of memory.
-        config = ProfilerConfig(
-            ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig(), "elbowroom-meter"
-        )
-        activities = {ProfilerActivity.CPU}
-        with _QuietKineto():
-            _C._autograd._prepare_profiler(config, activities)
-            _C._autograd._enable_profiler(config, activities, {RecordScope.USER_SCOPE})
+    def start(self) -> int:
+        self._markers: list[Marker] = []
+        self._numbers = itertools.count()
+        self._before, self._watch = self._watch_storages()
+        try:
+            self._session = AllocatorEvents()
+        except UsageError:
+            self._watch.clear()
+            raise
+        return sum(self._before.values())
 
-    def stop(self) -> Timeline:
-        result = _C._autograd._disable_profiler()
+    def mark(self) -> int:
+        number = next(self._numbers)
+        self._place_marker(mark=number)
+        return number
+
+    def stop(self) -> Timeline | None:
+        events = self._session.end()
         self._watch.clear()
-        timeline = walk_events(_memory_events(result), self._before, self._deaths)
-        return timeline._replace(end_bytes=timeline.end_bytes - self._unplaced_bytes)
+        return None if events is None else walk_events(events, self._before, self._markers)
 
     def allocated_bytes(self) -> int | None:
         return None
@@ -227,38 +367,35 @@ class _CpuCounter:
     def reserved_bytes(self) -> int | None:
         return None
 
-    def _watch_tensors(self) -> tuple[dict[int, int], list[weakref.ref[Any]]]:
+    def _watch_storages(self) -> tuple[dict[int, int], list[weakref.ref[Any]]]:
         """Every CPU block that a Python tensor reaches now: its address and bytes, and a reference that
         tells its end."""
         before: dict[int, int] = {}
         watch: list[weakref.ref[Any]] = []
-        with torch._C.DisableTorchFunctionSubclass():
-            for tensor in _reachable_tensors():
-                storage = _cpu_storage(tensor)
-                if storage is None or storage.data_ptr() in before:
-                    continue
-                before[storage.data_ptr()] = storage.nbytes()
-                watch.append(weakref.ref(storage, self._on_end(storage.data_ptr(), storage.nbytes())))
+        for storage in _cpu_storages():
+            address = storage.data_ptr()
+            before[address] = storage.nbytes()
+            watch.append(weakref.ref(storage, self._on_end(address)))
         return before, watch
 
-    def _on_end(self, address: int, n_bytes: int) -> Callable[[object], None]:
-        def place(_: object) -> None:
-            if threading.get_ident() != self._thread:
-                self._unplaced_bytes += n_bytes
-                return
-            # A raw storage, not a tensor: no dispatcher, so that nobody's mode or recorder sees an
-            # operator here.
-            marker = _UntypedStorage(_MARKER_BYTES, device="cpu")
-            self._deaths.append(Death(marker.data_ptr(), address))
+    def _on_end(self, address: int) -> Callable[[object], None]:
+        return lambda _: self._place_marker(died=address)
 
-        return place
+    def _place_marker(self, *, died: int | None = None, mark: int | None = None) -> None:
+        # Odd sizes in turn: a block of the program at the same address is not mistaken for the marker.
+        n_bytes = 4097 + 2 * (len(self._markers) % 256)
+        # A raw storage, not a tensor: no dispatcher, so that nobody's mode or recorder sees an operator here.
+        block = _UntypedStorage(n_bytes, device="cpu")
+        self._markers.append(Marker(block.data_ptr(), n_bytes, died, mark))
 
 
 class _AcceleratorCounter:
     """Reads the caching allocator's statistics of one device."""
 
-    # Open meters per device: a reset of the peak by an inner one must not lose the outer one's.
+    # Open meters: a reset of the peak by one of them must not lose another's. The lock: autograd's threads
+    # may place marks.
     _open: list[_AcceleratorCounter] = []
+    _lock = threading.RLock()
 
     def __init__(self, device: torch.device) -> None:
         module = torch.get_device_module(device)
@@ -269,18 +406,26 @@ class _AcceleratorCounter:
             )
         self._device, self._module = device, module
 
-    def start(self) -> None:
-        for counter in self._open:
-            counter._note_peak()
-        self._start_bytes = self._highest_bytes = int(self._module.memory_allocated(self._device))
-        self._module.reset_peak_memory_stats(self._device)
-        self._open.append(self)
+    def start(self) -> int:
+        with self._lock:
+            self._reset_peak()
+            self._start_bytes = int(self._module.memory_allocated(self._device))
+            self._course, self._n_marks = _Course(), 0
+            self._open.append(self)
+        return self._start_bytes
+
+    def mark(self) -> int:
+        with self._lock:
+            self._reset_peak()
+            self._course.mark(self._n_marks)
+            self._n_marks += 1
+            return self._n_marks - 1
 
     def stop(self) -> Timeline:
-        self._note_peak()
-        self._open.remove(self)
-        end_bytes = int(self._module.memory_allocated(self._device)) - self._start_bytes
-        return Timeline(self._highest_bytes - self._start_bytes, end_bytes)
+        with self._lock:
+            self._note()
+            self._open.remove(self)
+            return Timeline(self._course.peak_bytes, self._course.bytes, self._course.segments(self._n_marks))
 
     def allocated_bytes(self) -> int | None:
         return int(self._module.memory_allocated(self._device))
@@ -288,49 +433,44 @@ class _AcceleratorCounter:
     def reserved_bytes(self) -> int | None:
         return int(self._module.memory_reserved(self._device))
 
-    def _note_peak(self) -> None:
-        self._highest_bytes = max(self._highest_bytes, int(self._module.max_memory_allocated(self._device)))
+    def _reset_peak(self) -> None:
+        for counter in self._open:
+            counter._note()
+        self._module.reset_peak_memory_stats(self._device)
+
+    def _note(self) -> None:
+        """Takes over the peak since the last reset, and the bytes now."""
+        self._course.reach(int(self._module.max_memory_allocated(self._device)) - self._start_bytes)
+        self._course.bytes = int(self._module.memory_allocated(self._device)) - self._start_bytes
 
 
-class _QuietKineto:
-    """Keeps kineto from writing two lines to stderr at every session: it reads this variable once, at its
-    first.
-
-    A level that the user has set stays as it is; the environment is as before afterwards.
-    """
-
-    def __enter__(self) -> None:
-        self._set_here = "KINETO_LOG_LEVEL" not in os.environ
-        if self._set_here:
-            os.environ["KINETO_LOG_LEVEL"] = "99"
-
-    def __exit__(self, *_: object) -> None:
-        if self._set_here:
-            del os.environ["KINETO_LOG_LEVEL"]
-
-
-def _memory_events(result: Any) -> list[tuple[int, int]]:
-    """The CPU allocator's events of a profiler result: (address, bytes), in order of time."""
-    stack = list(reversed(result.experimental_event_tree()))
-    events: list[tuple[int, int, int]] = []
-    while stack:
-        event = stack.pop()
-        stack.extend(reversed(event.children))
-        if event.tag.name == "Allocation" and event.typed[1].device.type == "cpu":
-            fields = event.typed[1]
-            events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
-    # Stable: events of one thread keep their order even where two share a nanosecond.
-    events.sort(key=lambda event: event[0])
-    return [(address, size) for _, address, size in events]
+def _cpu_storages() -> Iterator[torch.UntypedStorage]:
+    """The storages of all reachable CPU tensors, each once."""
+    seen: set[int] = set()
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in _reachable_tensors():
+            storage = _cpu_storage(tensor)
+            if storage is not None and storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                yield storage
 
 
 def _reachable_tensors() -> Iterator[torch.Tensor]:
-    for thing in gc.get_objects():
-        # type() and not isinstance(): lazy proxies answer __class__ by importing things.
-        if issubclass(type(thing), torch.Tensor):
-            yield thing
-            if thing.is_leaf and thing.grad is not None:
-                yield thing.grad
+    for tensor in _tensors_among(gc.get_objects()):
+        yield tensor
+        if (tensor.is_leaf or tensor.retains_grad) and tensor.grad is not None:
+            yield tensor.grad
+
+
+def _tensors_among(things: list[Any]) -> list[torch.Tensor]:
+    # type() and not isinstance(): lazy proxies answer __class__ by importing things. A set of classes and C
+    # loops only: a process has some 400,000 objects.
+    classes, stack = {torch.Tensor}, [torch.Tensor]
+    while stack:
+        new = set(type.__subclasses__(stack.pop())) - classes
+        classes |= new
+        stack += new
+    return list(itertools.compress(things, map(classes.__contains__, map(type, things))))
 
 
 def _cpu_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich import box
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -22,7 +23,7 @@ def train_table(summary: dict[str, Any]) -> RenderableType:
     table.add_row("validation loss at start", _nats(summary["validation_loss_start"]))
     table.add_row("validation loss at end", _nats(summary["validation_loss_end"]))
     table.add_section()
-    for row in _cost_rows(summary["step_cost"]):
+    for row in _plan_rows(summary) if summary.get("budget") else _cost_rows(summary["step_cost"]):
         table.add_row(*row)
     table.add_section()
     table.add_row("written to", Text(summary["run_dir"]))
@@ -55,6 +56,52 @@ def check_table(result: dict[str, Any]) -> RenderableType:
     return table
 
 
+def plan_table(result: dict[str, Any]) -> RenderableType:
+    """The trade-off of a model's step (see ``training.tradeoff.trade_off``): plans, the chosen one marked, and rules of
+    thumb, each beside the plan for its peak. Times are over the plain step's."""
+    front, chosen = result["front"], result["chosen"]
+    plans = _columns(result["title"], "budget", "peak", "time", "kept", "replayed")
+    others = [point for point in front["plans"] if point["budget_bytes"] != chosen["budget_bytes"]]
+    for point in sorted([*others, chosen], key=lambda point: int(point["budget_bytes"])):
+        budget, mark = format_bytes(point["budget_bytes"]), point is chosen
+        peak, time, replayed = _point_row(point, front)
+        cells = ("→" if mark else "", budget, peak, time, format_bytes(point["kept_bytes"]), replayed)
+        plans.add_row(*cells, style="bold" if mark else None)
+    rules = _columns("rules of thumb, and the plan for the same peak", "", "peak", "time", "replayed", "planned", "saves")
+    for point, rival in sorted(zip(front["baselines"], front["rivals"], strict=True), key=lambda p: p[0]["peak_bytes"]):
+        saved = f"{1 - rival['step_s'] / point['step_s']:.1%}"
+        rules.add_row(Text(point["name"]), *_point_row(point, front), _time(rival, front), saved)
+    written = [result[name] for name in ("plan_file", "picture", "timeline") if result[name]]
+    facts = [
+        f"without help: {format_bytes(front['plain_peak_bytes'])}, of which {format_bytes(front['resting_bytes'])} are "
+        f"there before the step begins",
+        f"the least: {format_bytes(front['least_bytes'])}, {front['least_where']}",
+        f"peak of the plan (→): {result['where']}",
+        f"a faster plan from these options: at most {max(0.0, result['gap']):.1%} faster",
+        f"written: {', '.join(written)}",
+    ]
+    return Group(plans, rules, Text("\n".join(facts)))
+
+
+def _columns(title: str, *names: str) -> Table:
+    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    if names[0]:
+        table.add_column("")
+    for name in names:
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    return table
+
+
+def _point_row(point: dict[str, Any], front: dict[str, Any]) -> tuple[str, str, str]:
+    """Peak, time and operators replayed."""
+    peak = f"{format_bytes(point['peak_bytes'])} {point['peak_bytes'] / front['plain_peak_bytes']:4.0%}"
+    return peak, _time(point, front), f"{point['replayed']:,}"
+
+
+def _time(point: dict[str, Any], front: dict[str, Any]) -> str:
+    return f"{point['step_s'] / front['plain_step_s']:.3f}"
+
+
 def _table(title: str) -> Table:
     # Text, here and for all that users name: rich reads [brackets] and :words: in plain strings as its own.
     table = Table(title=Text(title), show_header=False)
@@ -76,6 +123,30 @@ def _cost_rows(cost: dict[str, Any] | None) -> list[tuple[str, str]]:
     if checkpointed:
         extra = f"{cost['extra_time_pct']:+.1f} %"
         rows.append(("time of one step, with", f"{format_seconds(checkpointed['step_s'])} ({extra})"))
+    return rows
+
+
+def _plan_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """A run under a budget: what was promised and what was measured. All peaks are of the whole step."""
+    plan, cost = summary["plan"], summary["step_cost"]
+    if plan is None:
+        return [("budget", summary["budget"]), ("plan", "none: plans begin with the second step")]
+    whole = plan["plain_peak_bytes"]
+    rows = [
+        ("budget", format_bytes(plan["budget_bytes"])),
+        ("peak of one step without the plan, predicted", format_bytes(whole)),
+        ("peak with it, predicted", f"{format_bytes(plan['peak_bytes'])} ({plan['peak_bytes'] / whole:.0%})"),
+    ]
+    measured = plan["measured_peak_bytes"]
+    if measured is None:
+        rows.append(("peak with it, measured", "not measured"))
+    else:
+        rows.append(("peak with it, measured", f"{format_bytes(measured)} ({measured / whole:.0%})"))
+    rows.append(("of it there before a step begins", format_bytes(plan["resting_bytes"])))
+    rows.append(("extra time, predicted", f"{plan['extra_time_pct']:+.1f} %"))
+    if cost is not None:
+        plain, planned = (format_seconds(cost[name]["step_s"]) for name in ("plain", "checkpointed"))
+        rows.append(("extra time, measured", f"{cost['extra_time_pct']:+.1f} % ({planned} instead of {plain})"))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""The models that ``elbowroom check`` is given: a preset, or whatever a function in a file builds."""
+"""The models that ``check`` and ``plan`` are given: a preset, or whatever a function in a file builds."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from elbowroom.errors import UsageError
 from elbowroom.models.gpt import GPT, PRESETS
+from elbowroom.training.config import Precision
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ class Candidate:
             return self.model(*self.inputs)
         return self.model(self.inputs)
 
+    def loss(self, device: torch.device, precision: Precision) -> Tensor:
+        """The loss of one forward, under autocast if the precision asks for it."""
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            return self.loss_fn(self.forward())
+
     def to(self, device: torch.device) -> Candidate:
         """The same on ``device``."""
         inputs = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, self.inputs)
@@ -49,13 +55,16 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def candidate_builder(model: str, *, batch_size: int, sequence_length: int | None) -> Callable[[], Candidate]:
+def candidate_builder(
+    model: str, *, batch_size: int, sequence_length: int | None, dropout: float | None = None
+) -> Callable[[], Candidate]:
     """A function that builds the model that ``model`` names: a preset, or ``FILE.py:FUNCTION``.
 
-    Raises UsageError (also when what it returns is called) if there is no such thing.
+    ``batch_size``, ``sequence_length`` and ``dropout`` are of presets (None: as the preset has it). Raises UsageError
+    (also when what it returns is called) if there is no such thing.
     """
     if model in PRESETS:
-        return lambda: _preset(model, batch_size, sequence_length)
+        return lambda: _preset(model, batch_size, sequence_length, dropout)
     path, colon, function = model.rpartition(":")
     if not colon:
         presets = ", ".join(PRESETS)
@@ -78,10 +87,19 @@ def default_loss(output: Any) -> Tensor:
     return torch.stack(parts).sum()
 
 
-def _preset(name: str, batch_size: int, sequence_length: int | None) -> Candidate:
-    config = PRESETS[name]
-    # Dropout on: random operators are where re-running goes wrong.
-    config = replace(config, dropout=0.1, sequence_length=sequence_length or config.sequence_length)
+def built(build: Callable[[], Candidate], seed: int, device: torch.device) -> Candidate:
+    """A new candidate on ``device``, everything random in it drawn from ``seed``."""
+    seed_everything(seed)
+    return build().to(device)
+
+
+def _preset(name: str, batch_size: int, sequence_length: int | None, dropout: float | None) -> Candidate:
+    preset = PRESETS[name]
+    config = replace(
+        preset,
+        dropout=preset.dropout if dropout is None else dropout,
+        sequence_length=sequence_length or preset.sequence_length,
+    )
     model = GPT(config)
     tokens = torch.randint(config.vocabulary, (batch_size, config.sequence_length + 1))  # (B, T + 1)
     return Candidate(model, (tokens[:, :-1], tokens[:, 1:]), lambda output: output[1])
@@ -100,7 +118,7 @@ def _load(path: Path, asked: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise UsageError(f"--model {asked}: {path} cannot be imported: {_in_one_line(error)}") from error
+        raise UsageError(f"--model {asked}: {path} cannot be imported: {in_one_line(error)}") from error
     return module
 
 
@@ -108,7 +126,7 @@ def _from_function(function: Callable[[], Any], asked: str) -> Candidate:
     try:
         made = function()
     except Exception as error:
-        raise UsageError(f"--model {asked}: the function failed: {_in_one_line(error)}") from error
+        raise UsageError(f"--model {asked}: the function failed: {in_one_line(error)}") from error
     is_right = isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module)
     if not is_right or (len(made) == 3 and not callable(made[2])):
         raise UsageError(f"--model {asked}: must return (model, inputs) or (model, inputs, loss_fn), got {_kind(made)}")
@@ -121,6 +139,7 @@ def _kind(thing: object) -> str:
     return type(thing).__name__
 
 
-def _in_one_line(error: BaseException) -> str:
+def in_one_line(error: BaseException) -> str:
+    """Kind and first line of an error."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

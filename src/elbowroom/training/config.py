@@ -19,6 +19,9 @@ Preset = Literal["tiny", "small", "medium", "gpt2", "gpt2-medium", "gpt2-large",
 ReadyPolicy = Literal["nothing", "everything", "matmuls", "attention"]
 Precision = Literal["fp32", "bf16"]
 
+_MODEL = tyro.conf.arg(metavar="PRESET|FILE.py:FUNCTION")
+_BUDGET = tyro.conf.arg(metavar="BYTES|PERCENT|max")
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -61,14 +64,32 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """What is kept of the forward."""
+    """What is kept of the forward: by a byte budget, or by hand."""
 
+    budget: Annotated[str | None, _BUDGET] = None
+    """most bytes that one whole step may take, parameters and optimizer state included: 800MiB, 6GiB, 85% (of the
+    device's memory), or max; what is kept is then planned, at the least extra time (None: nothing is planned)"""
     activation_checkpointing: Annotated[
-        Literal["full", "none"], tyro.conf.arg(aliases=["--gradient-checkpointing"])
-    ] = "full"
-    """full: every block of the model replays in backward what it did not keep; none: plain autograd"""
-    keep: ReadyPolicy = "nothing"
-    """which values checkpointed blocks keep, besides their inputs"""
+        Literal["auto", "full", "none"], tyro.conf.arg(aliases=["--gradient-checkpointing"])
+    ] = "auto"
+    """full: every block of the model replays in backward what it did not keep; none: plain autograd; auto: as planned
+    with --budget, else full"""
+    keep: Literal["auto", "nothing", "everything", "matmuls", "attention"] = "auto"
+    """which values checkpointed blocks keep, besides their inputs; auto: as planned with --budget, else nothing"""
+
+    @property
+    def mode(self) -> Literal["planned", "full", "none"]:
+        """How the model is trained: ``auto`` made definite."""
+        if self.budget is not None:
+            return "planned"
+        return "full" if self.activation_checkpointing == "auto" else self.activation_checkpointing
+
+    @property
+    def policy(self) -> ReadyPolicy | None:
+        """What checkpointed blocks keep; None where a plan decides."""
+        if self.budget is not None:
+            return None
+        return "nothing" if self.keep == "auto" else self.keep
 
 
 @dataclass(frozen=True)
@@ -127,6 +148,7 @@ def checked_run(config: TrainConfig) -> TrainConfig:
     _at_least(least)
     if config.model.dropout is not None and not 0 <= config.model.dropout < 1:
         raise UsageError(f"--dropout {config.model.dropout}: must be at least 0 and less than 1")
+    _checked_memory(config.memory)
     name = config.run.run_name
     if name is not None and (not name or Path(name).name != name):
         raise UsageError(f"--run-name {name!r}: must be a plain folder name; folders go into --out-dir")
@@ -137,7 +159,7 @@ def checked_run(config: TrainConfig) -> TrainConfig:
 class CheckConfig:
     """Whether checkpointing changes anything: plain against checkpointed, bit for bit."""
 
-    model: Annotated[str, tyro.conf.arg(metavar="PRESET|FILE.py:FUNCTION")] = "tiny"
+    model: Annotated[str, _MODEL] = "tiny"
     """a preset of elbowroom train (with dropout on), or a function in a file: it takes nothing and returns
     (model, inputs) or (model, inputs, loss_fn). inputs: a tensor, a tuple of arguments, or a dict of
     keyword arguments of the model. loss_fn: takes the model's output, returns a scalar tensor (without it:
@@ -172,6 +194,61 @@ def checked_comparison(config: CheckConfig) -> CheckConfig:
     ]
     _at_least(least)
     return config
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What a budget buys: one training step is measured, plans are made for budgets of every size."""
+
+    model: Annotated[str, _MODEL] = "tiny"
+    """a preset of elbowroom train, or a function in a file: it takes nothing and returns (model, inputs) or (model,
+    inputs, loss_fn), as for elbowroom check"""
+    budget: Annotated[str | None, _BUDGET] = None
+    """budget of the plan that is written: 800MiB, 6GiB, 85% (of the device's memory), or max (None: half way between
+    the least that one step can do with and what it takes without help)"""
+    device: str = "cpu"
+    """device to plan for: cpu, cuda, cuda:1, ..."""
+    precision: Precision = "fp32"
+    """fp32, or bf16 autocast with weights in fp32"""
+    micro_batch_size: int = 16
+    """sequences per step, for presets"""
+    sequence_length: int | None = None
+    """tokens per sequence, for presets (None: that of the preset)"""
+    optimizer: Literal["adamw", "none"] = "adamw"
+    """what ends the step: AdamW, whose state counts, or nothing but gradients"""
+    points: int = 12
+    """budgets to plan for, in even steps from the least to what the step takes without help"""
+    plan_file: Annotated[Path, tyro.conf.arg(metavar="PATH")] = Path("plan.json")
+    """where the plan is written; elbowroom.fit(model, plan=...) takes it"""
+    picture: Annotated[Path, tyro.conf.arg(metavar="PATH")] = Path("plan.png")
+    """where the picture is written: peak against step time, the plan marked"""
+    timeline: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """where a second picture is written: bytes over the time of one step, with the plan and without (None: nowhere)"""
+    seed: int = 0
+    """seed of weights, inputs and dropout"""
+
+
+def checked_planning(config: PlanConfig) -> PlanConfig:
+    """``config``, if its numbers make sense; else UsageError with the first flag that does not."""
+    least = [
+        ("--micro-batch-size", config.micro_batch_size, 1),
+        ("--sequence-length", config.sequence_length, 1),
+        ("--points", config.points, 2),
+        ("--seed", config.seed, 0),
+    ]
+    _at_least(least)
+    return config
+
+
+def _checked_memory(memory: MemoryConfig) -> None:
+    if memory.budget is None:
+        return
+    for flag, value in (("--activation-checkpointing", memory.activation_checkpointing), ("--keep", memory.keep)):
+        if value != "auto":
+            raise UsageError(
+                f"--budget {memory.budget} and {flag} {value} contradict each other: with a budget a plan decides what "
+                f"each block keeps; leave out one of the two"
+            )
 
 
 def _at_least(numbers: Sequence[tuple[str, float | None, float]]) -> None:

@@ -10,15 +10,16 @@ from elbowroom.training.config import TrainConfig
 from elbowroom.training.cost import cost_of_a_step
 from elbowroom.training.interrupts import Interrupts
 from elbowroom.training.records import RunDirectory
-from elbowroom.training.run import Run, evaluate, learning_rate, sample_text, set_up, training_step
-from elbowroom.training.telemetry import Telemetry
+from elbowroom.training.run import Run, evaluate, learning_rate, planned_numbers, sample_text, set_up, training_step
+from elbowroom.training.telemetry import Telemetry, warnings_said_by
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
     """Trains as told; returns the run's summary, which is also in its ``summary.json``.
 
-    Raises UsageError for what cannot be done as asked, ElbowroomError when the loss is no longer a number.
-    Ctrl-C ends the run after the step at hand; the summary then says ``interrupted``.
+    Raises UsageError for what cannot be done as asked, InfeasibleBudgetError in the second step if no plan keeps to
+    the budget, ElbowroomError when the loss is no longer a number. Ctrl-C ends the run after the step at hand; the
+    summary then says ``interrupted``.
     """
     start_s = time.perf_counter()
 
@@ -29,6 +30,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
         RunDirectory(config) as records,
         RunProgress(config.run.max_steps) as progress,
         Interrupts(progress.say) as interrupts,
+        warnings_said_by(progress.say),
     ):
         telemetry = Telemetry(run, records, progress)
 
@@ -51,12 +53,14 @@ def train(config: TrainConfig) -> dict[str, Any]:
         finished = done == config.run.max_steps and not interrupts.requested
         if finished:
             progress.say("measuring one step with and without checkpointing")
+        planning = planned_numbers(run)  # before the measurement, whose steps are no part of the training
         cost = cost_of_a_step(run) if finished else None
         sample = sample_text(run) if finished else None
 
         summary = _summary(run, telemetry, done) | {
             "run_dir": str(records.path),
             "interrupted": interrupts.requested,
+            "plan": planning,
             "step_cost": cost,
             "sample": sample,
             "duration_s": time.perf_counter() - start_s,
@@ -69,8 +73,9 @@ def _summary(run: Run, telemetry: Telemetry, done: int) -> dict[str, Any]:
     return {
         "model": run.config.model.preset,
         "n_parameters": sum(parameter.numel() for parameter in run.model.parameters()),
-        "activation_checkpointing": run.config.memory.activation_checkpointing,
-        "keep": run.config.memory.keep,
+        "activation_checkpointing": run.config.memory.mode,
+        "keep": run.config.memory.policy,
+        "budget": run.config.memory.budget,
         "max_steps": run.config.run.max_steps,
         "steps": done,
         "tokens_seen": done * run.data.tokens_per_batch,

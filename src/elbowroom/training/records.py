@@ -1,4 +1,5 @@
-"""What a run leaves on disk: ``<out-dir>/<run-name>/{config.json, metrics.jsonl, summary.json}``."""
+"""What a run leaves on disk: ``<out-dir>/<run-name>/{config.json, metrics.jsonl, summary.json}``, with a
+budget also ``plan.json``."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from typing import Any, TextIO
 import torch
 
 from elbowroom.errors import UsageError
+from elbowroom.planning.plan import Plan
 from elbowroom.training.config import TrainConfig
 
 
@@ -36,6 +38,10 @@ class RunDirectory:
         """Appends one line: the step and these scalars by their tags."""
         self._metrics.write(json.dumps({"step": step} | scalars, allow_nan=False) + "\n")
         self._metrics.flush()
+
+    def keep_plan(self, plan: Plan) -> None:
+        """Writes ``plan.json``."""
+        (self.path / "plan.json").write_text(plan.to_json() + "\n")
 
     def summarise(self, summary: dict[str, Any]) -> None:
         """Writes ``summary.json``."""

@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from elbowroom.core.checkpoint import wrap
 from elbowroom.errors import UsageError
+from elbowroom.fitting.fit import fit
 from elbowroom.fitting.regions import find_regions
+from elbowroom.fitting.report import report
 from elbowroom.models.gpt import GPT, PRESETS
 from elbowroom.training.config import TrainConfig, checked_run
 from elbowroom.training.data import Batch, TokenData, open_tokens, text_of, user_cache_dir
@@ -58,9 +61,11 @@ def set_up(config: TrainConfig) -> Run:
     torch.manual_seed(config.run.seed)
     model = GPT(model_config).to(device)
     plain = _sharing_copy(model)
-    if config.memory.activation_checkpointing == "full":
+    if config.memory.mode == "planned":
+        fit(model, budget=config.memory.budget)
+    elif config.memory.mode == "full":
         for region in find_regions(model).values():
-            wrap(region, keep=config.memory.keep)
+            wrap(region, keep=config.memory.policy)
     return Run(config, device, model, plain, _adamw(model, config), data)
 
 
@@ -113,6 +118,29 @@ def sample_text(run: Run) -> str | None:
             prompt.to(run.device), run.config.run.sample_tokens, temperature=0.8, generator=generator
         )
     return text_of(written[0].tolist())
+
+
+def planned_numbers(run: Run) -> dict[str, Any] | None:
+    """What the plan in force promises and what was measured of it, bytes of whole steps; None without a plan."""
+    if run.config.memory.mode != "planned":
+        return None
+    found = report(run.model)
+    if found.plan is None:
+        return None
+    promised = found.plan.predicted
+    return {
+        "budget_bytes": found.budget_bytes,
+        "resting_bytes": found.plan.resting_bytes,
+        "peak_bytes": promised.peak_bytes,
+        "measured_peak_bytes": found.measured_peak_bytes,
+        "plain_peak_bytes": promised.plain_peak_bytes,
+        "step_s": promised.step_s,
+        "plain_step_s": promised.plain_step_s,
+        "extra_time_pct": 100 * (promised.step_s / promised.plain_step_s - 1),
+        "gap": promised.gap,
+        "where": promised.where,
+        "resident_bytes": found.resident_bytes,
+    }
 
 
 def usable_device(name: str) -> torch.device:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from elbowroom.errors import ElbowroomError
+from elbowroom.fitting.fit import plan as plan_in_force
 from elbowroom.fitting.memory import resident_bytes
+from elbowroom.planning.plan import Plan
 from elbowroom.reporting.progress import RunProgress
 from elbowroom.training.records import RunDirectory
 from elbowroom.training.run import Run
+from elbowroom.units import format_bytes
 
 
 class Telemetry:
@@ -26,6 +32,7 @@ class Telemetry:
         self._run = run
         self._records = records
         self._progress = progress
+        self._plan: Plan | None = None
         self._logged_step = 0
         # Seconds spent on steps since the last logged one, and up to when they are counted.
         self._trained_s = 0.0
@@ -39,6 +46,7 @@ class Telemetry:
         self._trained_s += now_s - self._mark_s
         self._mark_s = now_s
         self._progress.step_done(done)
+        self._look_at_plan(done)
         if done % settings.log_every and done != settings.max_steps:
             return
         self.training_loss = _finite("training loss", loss.item(), done)
@@ -66,6 +74,28 @@ class Telemetry:
         self._records.log(done, {"eval/loss": loss})
         self._progress.say(f"validation loss {loss:.3f} nats after {done} steps")
         self._mark_s = time.perf_counter()
+
+    def _look_at_plan(self, done: int) -> None:
+        """Says what a step takes without help and what was planned, once; and each plan that takes its place."""
+        plan = plan_in_force(self._run.model) if self._run.config.memory.mode == "planned" else None
+        if plan is None or plan is self._plan:
+            return
+        if self._plan is None:
+            need, budget = format_bytes(plan.predicted.plain_peak_bytes), format_bytes(plan.budget_bytes)
+            self._progress.say(f"without help one step would take {need}; the plan for {budget}:")
+        else:
+            self._progress.say(f"a new plan, in force since step {done}:")
+        self._progress.say(str(plan))
+        self._records.keep_plan(plan)
+        self._plan = plan
+
+
+@contextmanager
+def warnings_said_by(say: Callable[[str], None]) -> Iterator[None]:
+    """A warning that comes inside is one line of text among the others, without file and line of code."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
+        yield
 
 
 def _finite(what: str, loss: float, done: int) -> float:

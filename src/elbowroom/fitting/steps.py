@@ -1,0 +1,147 @@
+"""Where one training step ends and the next begins, seen from the forward of the model alone; and what kind it is.
+
+A *step* here is what happens from a forward of the model to the next forward after a backward is over: one or more
+forwards, their backward, and whatever follows (the optimizer). With gradient accumulation each micro-batch is one.
+Steps are of the same *kind* if the model was called with the same shapes, in the same modes, as often before backward,
+and gradients were there at the beginning or not: then they take the same bytes.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from elbowroom.planning.profile import digest_of
+
+
+class Kind(NamedTuple):
+    """Calls of the model with these signatures before backward; ``gradients``: some existed when the step began."""
+
+    calls: tuple[str, ...]
+    gradients: bool
+
+    def begins_like(self, calls: tuple[str, ...], gradients: bool) -> bool:
+        return self.gradients == gradients and self.calls[: len(calls)] == calls
+
+
+class _Graph:
+    """Lives as long as the graph of one forward of the model."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Step:
+    """One step while it lasts."""
+
+    def __init__(self, gradients: bool) -> None:
+        self.gradients = gradients
+        self.calls: tuple[str, ...] = ()
+        self.n_regions_called = 0
+        self.in_forward = False
+        self.n_backwards_begun = 0
+        self.n_backwards_done = 0
+        self.failed = False
+        self.begin_s = time.perf_counter()
+        self.end_s: float | None = None  # of the backward that ended last
+        self.when_backward_ends: Callable[[], None] | None = None
+        self._graphs: list[weakref.ref[_Graph]] = []
+        self._task = -1
+
+    @property
+    def kind(self) -> Kind:
+        return Kind(self.calls, self.gradients)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a forward that comes now belongs to the next step."""
+        if self.n_backwards_done:
+            return True
+        return not any(graph() is not None for graph in self._graphs)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a backward ran, to its end, and nothing failed."""
+        return not self.failed and 0 < self.n_backwards_done == self.n_backwards_begun
+
+    def watch_graph(self, out: Any) -> None:
+        """Have the graph of a forward tell when backward comes to it."""
+        graph = _Graph()
+        nodes = {t.grad_fn for t in _tensors_in(out) if t.grad_fn is not None}
+
+        def comes(_: Any, alive: _Graph = graph) -> None:
+            task = torch._C._current_graph_task_id()
+            if task != self._task:
+                self._task = task
+                self.n_backwards_begun += 1
+                torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
+
+        for node in nodes:
+            node.register_prehook(comes)
+        if nodes:
+            self._graphs.append(weakref.ref(graph))
+
+    def _backward_over(self) -> None:
+        self.n_backwards_done += 1
+        self.end_s = time.perf_counter()
+        if self.when_backward_ends is not None:
+            self.when_backward_ends()
+
+
+def signature_of(model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Equal for calls of the model that do the same work: shapes, dtypes, flags of the arguments, and modes."""
+    parts: list[Any] = [model.training, torch.get_default_dtype()]
+    for device in ("cpu", torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"):
+        if torch.is_autocast_enabled(device):
+            parts.append((device, torch.get_autocast_dtype(device)))
+    _describe((args, kwargs), parts)
+    return digest_of(tuple(map(str, parts)))
+
+
+def model_digest(model: Module, regions: dict[str, Module]) -> str:
+    """Equal for models with the same parameters, buffers and regions, whatever is in them."""
+    tensors = [
+        (name, str(tuple(t.shape)), str(t.dtype), t.requires_grad)
+        for name, t in [*model.named_parameters(), *model.named_buffers()]
+    ]
+    return digest_of((tensors, [(name, type(module).__qualname__) for name, module in regions.items()]))
+
+
+def has_gradients(model: Module) -> bool:
+    return any(p.grad is not None for p in model.parameters())
+
+
+def _describe(tree: Any, parts: list[Any]) -> None:
+    if isinstance(tree, Tensor):
+        parts.append((tuple(tree.shape), tree.dtype, tree.device, tree.requires_grad))
+    elif isinstance(tree, dict):
+        for key, item in tree.items():
+            parts.append(key)
+            _describe(item, parts)
+    elif isinstance(tree, (list, tuple)):
+        parts.append(len(tree))
+        for item in tree:
+            _describe(item, parts)
+    elif tree is None or isinstance(tree, (bool, str)):
+        parts.append(tree)
+    else:
+        parts.append(type(tree).__name__)  # numbers may differ from step to step: what they do shows in the operators
+
+
+def _tensors_in(tree: Any, depth: int = 4) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif depth:
+        if isinstance(tree, dict):
+            items: Any = tree.values()
+        elif isinstance(tree, (list, tuple)):
+            items = tree
+        else:
+            items = getattr(tree, "__dict__", {}).values()  # a dataclass, or whatever else a model returns
+        for item in items:
+            yield from _tensors_in(item, depth - 1)

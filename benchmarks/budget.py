@@ -85,9 +85,6 @@ Digests = dict[str, bytes]
 #: First steps of a contender, all compared with vanilla's: some without the meter, the others under it.
 N_COMPARED, N_UNMETERED = 4, 2
 
-#: Steps of a plan between those and the timed rounds.
-N_SETTLING = 6
-
 # ----------------------------------------------------------------------------------------------------
 # Measuring
 # ----------------------------------------------------------------------------------------------------
@@ -96,7 +93,8 @@ N_SETTLING = 6
 class Bench:
     """The contenders of one work: sets up, compares and meters them one by one, then times all in turns."""
 
-    def __init__(self, work: works.Work, n_plans: int) -> None:
+    def __init__(self, work: works.Work, n_plans: int, n_settling: int) -> None:
+        self._n_settling = n_settling
         self.rows: list[Row] = []
         self._entries: list[Trainee] = []
         n_contenders = 2 + len(peers.contenders(work.name)) + 1 + n_plans
@@ -142,7 +140,7 @@ class Bench:
         elbowroom.fit(entry.model, budget=row.budget_bytes)
         with _feasible(row):
             self._check(row, entry)
-            for _ in range(N_SETTLING):
+            for _ in range(self._n_settling):
                 entry.backward()
                 entry.end_step()
 
@@ -268,10 +266,16 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def measure(work: works.Work, *, n_budgets: int, n_rounds: int, least_round_s: float, with_plans: bool) -> list[Row]:
-    """All contenders on ``work``. Raises UnequalError on the first gradient that is not vanilla's."""
+def measure(
+    work: works.Work, *, n_budgets: int, n_settling: int, n_rounds: int, least_round_s: float, with_plans: bool
+) -> list[Row]:
+    """All contenders on ``work``. Raises UnequalError on the first gradient that is not vanilla's.
+
+    ``n_settling``: steps of a plan between those that are compared and the timed rounds. ``least_round_s``: a round is
+    of as many steps as vanilla needs for it. Without ``with_plans`` only vanilla and the peers.
+    """
     named = peers.contenders(work.name)
-    bench = Bench(work, n_plans=n_budgets + len(named) + 1)
+    bench = Bench(work, n_plans=n_budgets + len(named) + 1, n_settling=n_settling)
     bench.enter_vanilla(VANILLA)
     bench.enter_vanilla(AGAIN)
     for name, apply in named.items():
@@ -347,8 +351,9 @@ def main() -> int:
         rows = measure(
             work,
             n_budgets=options.budgets,
+            n_settling=6,
             n_rounds=options.rounds or (3 if options.quick else 7),
-            least_round_s=0.05 if options.quick else 0.5,
+            least_round_s=0.0 if options.quick else 0.5,
             with_plans=not options.peers_only,
         )
     except foundation.UnequalError as error:
@@ -358,10 +363,12 @@ def main() -> int:
     console.print(table_of(f"{work.name}{' (quick)' if options.quick else ''}, {len(rows[0].cpu_s)} rounds", rows))
     noise = rows[1].ratio(rows[0], options.clock) - 1
     console.print(f"vanilla again: {noise:+.1%} ({options.clock}); that much is noise", highlight=False)
-    console.print(", ".join(f"{key} {value}" for key, value in found.items()), highlight=False)
+    console.print(", ".join(f"{key} {value}" for key, value in found.items()), highlight=False, soft_wrap=True)
     judged = [] if options.peers_only else checks(rows, options.clock)
     for check in judged:
-        console.print(f"{'PASS' if check.kept else 'FAIL'}  {check.promise}: {check.numbers}", highlight=False)
+        console.print(
+            f"{'PASS' if check.kept else 'FAIL'}  {check.promise}: {check.numbers}", highlight=False, soft_wrap=True
+        )
     if options.json:
         tree = {
             "work": work.name, "sizes": sizes, "clock": options.clock, "machine": found,

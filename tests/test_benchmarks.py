@@ -177,7 +177,7 @@ def test_selective_keeps_what_it_says(work_named: Callable[..., works.Work]) -> 
 
 def measured(name: str, work_named: Callable[..., works.Work], *, with_plans: bool = False) -> list[promises.Row]:
     work = work_named(name, short=True)
-    return budget.measure(work, n_budgets=2, n_rounds=2, least_round_s=0.0, with_plans=with_plans)
+    return budget.measure(work, n_budgets=2, n_settling=0, n_rounds=2, least_round_s=0.0, with_plans=with_plans)
 
 
 def test_peers_update_buffers_twice_and_the_rows_say_so(
@@ -200,6 +200,25 @@ def test_a_contender_that_computes_something_else_is_not_timed(
     monkeypatch.setattr(peers, "contenders", lambda name: {"half the logits": half})
     with pytest.raises(foundation.UnequalError, match="half the logits, step 1: the gradient of"):
         measured("gpt", work_named)
+
+
+def test_plans_are_made_for_every_budget(
+    work_named: Callable[..., works.Work], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "contenders", lambda name: {"every block": peers.every_block})
+    vanilla, _, peer, *plans = measured("gpt", work_named, with_plans=True)
+    allowed = {plan.name: plan.allowed_bytes for plan in plans}
+    assert allowed.keys() == {"least feasible", "peak of every block", "70% of vanilla", "peak of vanilla"}
+    assert list(allowed.values()) == sorted(allowed.values(), key=lambda n_bytes: n_bytes or 0)
+    assert allowed["peak of every block"] == peer.peak_bytes
+    assert allowed["peak of vanilla"] == vanilla.peak_bytes
+    whole = next(plan for plan in plans if plan.name == "peak of vanilla")
+    assert whole.budget_bytes == whole.resting_bytes + vanilla.peak_bytes
+    assert whole.keeps_buffers
+    assert 0 < whole.peak_bytes <= whole.highest_bytes <= vanilla.peak_bytes
+    assert promises.predicted_ratio(whole) >= 1
+    assert len(whole.cpu_s) == 2
+    assert not elbowroom.Meter.busy()
 
 
 # Promises -------------------------------------------------------------------------------------------------------------

@@ -111,9 +111,9 @@ def test_train_with_a_budget_shows_need_plan_and_what_was_measured(text: Path, t
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     for words in (
-        "peak of one step without the plan, predicted",
-        "peak with it, predicted",
-        "peak with it, measured",
+        "peak of one step without a plan, predicted",
+        "peak of one step, predicted",
+        "peak of one step, measured",
         "extra time, predicted",
         "extra time, measured",
     ):
@@ -128,7 +128,7 @@ def test_a_budget_too_small_is_one_line_and_exit_2(text: Path, capsys: pytest.Ca
     out, err = capsys.readouterr()
     assert out == ""
     last = err.splitlines()[-1]
-    assert last.startswith("elbowroom: a budget of 1.0 MiB (1048576 bytes) was asked for; the least this step can do ")
+    assert last.startswith("elbowroom: a budget of 1.0 MiB (1048576 bytes) was asked for; the least that this step ")
     assert "step 3/4" not in err
 
 

@@ -52,6 +52,15 @@ def test_a_fingerprint_sees_a_change_of_all_signs(dtype: torch.dtype) -> None:
     assert fingerprint(x) != fingerprint(-x)
 
 
+def test_a_fingerprint_sees_two_opposite_signs_change_in_one_row() -> None:
+    """Both are top bits of 64-bit words, and their row's sum stays: only their columns tell."""
+    x = torch.ones(32 * 1024)
+    x[3], x[5] = 1.0, -1.0
+    before = fingerprint(x)
+    x[3], x[5] = -1.0, 1.0
+    assert fingerprint(x) != before
+
+
 def test_a_fingerprint_sees_above_eight_mebibytes() -> None:
     x = torch.zeros(3 * 1024 * 1024, dtype=torch.int64)  # 3072 rows: the row sums are folded
     before = fingerprint(x)

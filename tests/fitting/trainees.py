@@ -88,7 +88,9 @@ def differences(expected: list[Tensor | None], found: list[Tensor | None]) -> li
     """The entries that are not the same bits."""
     assert len(expected) == len(found)
     pairs = zip(expected, found, strict=True)
-    return [i for i, (a, b) in enumerate(pairs) if (a is None) != (b is None) or (a is not None and not torch.equal(a, b))]
+    return [
+        i for i, (a, b) in enumerate(pairs) if (a is None) != (b is None) or (a is not None and not torch.equal(a, b))
+    ]
 
 
 @dataclass
@@ -172,8 +174,3 @@ def _train_fitted(
             step(model, optimizer, number)
         wrong = differences(expected.states[number], state_of(model))
         assert not wrong, f"step {number}: entries {wrong} differ"
-
-
-def is_planned(model: nn.Module) -> bool:
-    """Whether a plan is in force, and it does something: some region is neither plain nor merely frugal."""
-    return elbowroom.plan(model) is not None

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from elbowroom.errors import InfeasibleBudgetError
 from elbowroom.planning import front as fronts
 from elbowroom.planning.allocate import allocate, baselines
-from elbowroom.planning.front import front, menus_of, point
+from elbowroom.planning.front import front, point
+from elbowroom.planning.options import menus_of
 from elbowroom.planning.profile import StepProfile
 from elbowroom.planning.simulate import Choice, run_call, simulate
 from tests.planning.random_steps import gpt_like_step, steps
@@ -111,6 +112,20 @@ def test_a_budget_that_turns_out_too_small_gives_way_to_the_least_that_is_enough
     found = front(step, 2, menus=menus)
     assert asked[:2] == [least_bytes, least_bytes + 100]
     assert [p.budget_bytes for p in found.plans] == [least_bytes + 100, found.plain_peak_bytes]
+
+
+def test_more_memory_is_never_slower_whatever_the_solver_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = gpt_like_step(2)
+    least = front(step, 2)
+
+    def lazy(step: StepProfile, menus: fronts.Menus, budget_bytes: int, *, time_limit_s: float) -> object:
+        found = allocate(step, menus, least.least_bytes if budget_bytes == least.plain_peak_bytes else budget_bytes)
+        return replace(found, budget_bytes=budget_bytes)
+
+    monkeypatch.setattr(fronts, "allocate", lazy)
+    *_, before, last = front(step, 4).plans
+    assert last.step_s <= before.step_s < least.plans[0].step_s
+    assert (last.budget_bytes, last.name) == (least.plain_peak_bytes, "plan")
 
 
 def test_a_refusal_that_contradicts_itself_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ def point(name: str, mib: float, step_s: float, budget_bytes: int | None = None)
     return Point(name, budget_bytes, int(mib * MIB), step_s, 0, 0, 0)
 
 
-PLANS = tuple(point("plan", mib, step_s) for mib, step_s in [(200, 2.6), (300, 2.2), (400, 2.05), (500, 2.0)])
+PLANS = tuple(point("plan", mib, step_s) for mib, step_s in [(200, 2.6), (312, 2.2), (400, 2.05), (500, 2.0)])
 BASELINES = (
     point("keep all", 500, 2.0),
     point("replay all", 210, 2.8),
@@ -48,15 +48,14 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_points_are_in_mib_and_in_steps_of_plain(tmp_path: Path, drawn: list[Any]) -> None:
-    draw_pareto(FRONT, tmp_path / "a.png", title="a model", chosen=PLANS[1])
+    draw_pareto(FRONT, tmp_path / "a.png", title="a model", chosen=point("plan", 310, 2.2))
     (axes,) = drawn
-    curve, even = (line.get_xydata().tolist() for line in axes.lines[:2])
-    assert curve == [[200, 1.3], [205, 1.25], [300, 1.1], [350, 1.05], [400, 1.025], [500, 1.0]]
+    curve = axes.lines[0].get_xydata().tolist()
+    assert curve == [[200, 1.3], [205, 1.25], [310, 1.1], [350, 1.05], [400, 1.025], [500, 1.0]]
     assert axes.lines[0].get_drawstyle() == "steps-post"
-    assert even == [[200, 1.3], [300, 1.1], [400, 1.025], [500, 1.0]]
-    baselines, chosen = (collection.get_offsets().tolist() for collection in axes.collections)
+    baselines, ring, dot = (collection.get_offsets().tolist() for collection in axes.collections)
     assert baselines == [[500, 1.0], [210, 1.4], [355, 1.2]]
-    assert chosen == [[300, 1.1]]
+    assert ring == dot == [[310, 1.1]]
     assert axes.get_xlabel() == "peak of the step, MiB"
     assert (tmp_path / "a.png").stat().st_size > 10_000
 
@@ -64,7 +63,7 @@ def test_points_are_in_mib_and_in_steps_of_plain(tmp_path: Path, drawn: list[Any
 def test_every_baseline_is_named_and_two_on_one_spot_share_a_label(tmp_path: Path, drawn: list[Any]) -> None:
     draw_pareto(FRONT, tmp_path / "a.png", title="a model", chosen=PLANS[1])
     assert {text.get_text() for text in drawn[0].texts} == {
-        "the plan: 300.0 MiB, time 1.100",
+        "the plan: 312.0 MiB, time 1.100",
         "keep all",
         "replay all",
         "every second block, sqrt(n)",

@@ -23,6 +23,7 @@ class Matching(Numbering):
     def __init__(self, region: Region, program: Program | None, *, proving: bool, watched: bool) -> None:
         super().__init__(region, program, watched=watched)
         self.proving = proving  # replay and compare each operator right after it ran
+        self.thrifty = False  # a proof must not hold what was saved to the region's end
         self.expected = self.program.expected if not proving else []
         self.may_be_direct = False  # autograd may hold saved sources itself: no hooks are around us
         self.n_sure = 0  # values that the operators so far showed to be the program's
@@ -238,7 +239,8 @@ class Matching(Numbering):
                 known = self._saved_elsewhere(tensor, value)
             if known:
                 self.n_slots += 1
-                if self.proving:
+                slot = self.program.slots[i]
+                if self.proving and (not self.thrifty or slot.bound != value or slot.dead):
                     self.late[i] = (tensor, version_of(tensor))
                 return i
         self.program.slots.append(Slot(value, geometry_of(tensor, self.base_geometry(value)), value))

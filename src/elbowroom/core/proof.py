@@ -60,10 +60,11 @@ def fingerprint(tensor: Tensor) -> int:
     n_rows = words.numel() // _COLUMNS
     total = torch.zeros((), dtype=torch.int64, device=device)
     if n_rows:
-        # Row sums of 32-bit words in 64 bits lose no bit. Column sums of 64-bit words may lose one at the top, and are
-        # three times as fast; they tell one place in a row from another.
+        # Row sums of 32-bit words in 64 bits lose no bit. Column sums of 64-bit words are three times as fast; of their
+        # top bit only the parity is left, which no odd weight would tell apart, so it is folded down first.
         table = words[: n_rows * _COLUMNS]
         columns = table.view(torch.int64).view(n_rows, _COLUMNS // 2).sum(0)
+        columns = columns ^ (columns >> 31)
         total = total + 2 * (columns * weights[: _COLUMNS // 2]).sum()
         sums = table.view(n_rows, _COLUMNS).sum(1, dtype=torch.int64)
         while sums.numel() > 1:  # fold the row sums with weights of their own

@@ -62,11 +62,15 @@ class Watch(Protocol):
 
 
 class Order(NamedTuple):
-    """How one call is to run: plainly, or along ``program`` (None: the last one), with ``watch`` looking on."""
+    """How one call is to run: plainly, or along ``program`` (None: the last one), with ``watch`` looking on.
+
+    ``thrifty``: a proof lets go of saved tensors as the program does, and so cannot look at them again at the end.
+    """
 
     plain: bool = False
     program: Program | None = None
     watch: Watch | None = None
+    thrifty: bool = False
 
 
 class Conductor(Protocol):
@@ -136,7 +140,9 @@ class Region:
             proving = self.verify == "always" or due
             watched = proving or not program.watched
         proving = proving and self.verify != "never"
-        return Recorder(self, program, proving=proving, watched=watched, watch=order.watch).run(fn, args, kwargs)
+        recorder = Recorder(self, program, proving=proving, watched=watched, watch=order.watch)
+        recorder.thrifty = order.thrifty
+        return recorder.run(fn, args, kwargs)
 
     def ran(self, program: Program, proved: bool) -> None:
         program = program.root

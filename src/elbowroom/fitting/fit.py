@@ -161,6 +161,7 @@ class Fitting:
         self._digest = ""
         self._thread = 0
         self._warned = False
+        self._after_failure = False  # the last backward raised: what it left behind weighs on this step
 
     # Copies begin anew: what was profiled is of the original's tensors.
 
@@ -177,7 +178,8 @@ class Fitting:
 
     def run(self, model: Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _trains():
-            self.catch_up()
+            if torch._C._current_graph_task_id() == -1:
+                self.catch_up()
             return fn(*args, **kwargs)
         step = self._step
         if step is not None and (step.in_forward or self._thread != threading.get_ident()):
@@ -260,6 +262,7 @@ class Fitting:
             self._now = self.last = known
             self.kinds.move_to_end(known.kind)
         step.when_backward_ends = self._backward_ended
+        step.when_backward_is_gone = self._backward_is_gone
         self._step = step
 
     def _continue(self, signature: str) -> None:
@@ -271,18 +274,26 @@ class Fitting:
             other = self._known(step)
             if other is not None:
                 self._now = other
+                step.is_mixed = True
 
     def _known(self, step: Step) -> Planned | None:
         """The plan for a step that began like this: of the kind that followed the last one, else of the heaviest."""
         fitting = [p for k, p in self.kinds.items() if k.begins_like(step.calls, step.gradients)]
-        if self.last is not None and self.last.followed_by in [p.kind for p in fitting]:
-            return self.kinds[self.last.followed_by]
+        if self.last is not None and self.last.is_followed_for_sure:
+            for planned in fitting:
+                if planned.kind == self.last.followed_by:
+                    return planned
         return max(fitting, key=lambda p: len(p.kind.calls), default=None)
 
     def _backward_ended(self) -> None:
         if self._watch is not None:
             self._watch.backward_ended()
             self.optimizer.await_step(self._model, self._watch)
+
+    def _backward_is_gone(self) -> None:
+        """Whatever comes now, perhaps under somebody's profiler, is not ours to watch."""
+        if self._watch is not None:
+            self._watch.stop()
 
     def catch_up(self) -> None:
         """If the step at hand is over, draw the conclusions from it."""
@@ -295,22 +306,26 @@ class Fitting:
         self.optimizer.stop_waiting()
         if watch is not None:
             watch.stop()
-        if not step.is_whole:
+        after_failure, self._after_failure = self._after_failure, step.has_failed
+        if not step.is_whole or after_failure:
             return
         kind = step.kind
         if self.last is not None:
-            self.last.followed_by = kind
+            self.last.note_follower(kind)
         if now is None and watch is not None:
             self._learn(kind, watch)
-        elif now is not None and kind == now.kind:
+        elif now is not None and kind == now.kind and not step.is_mixed:
             self._compare(now, step, watch)
         elif kind not in self.kinds:
             self._attempts[kind] = 0
-        self._count_attempts(now)
+        if now is None:
+            self._count_attempts()
 
     def _learn(self, kind: Kind, watch: StepWatch) -> None:
         found = step_profile(watch, f"{self._digest}-{kind.calls[0]}", calibrate())
         if found is None:
+            return
+        if kind in self.kinds:
             return
         self.resting_bytes = max(self.resting_bytes, found.resting_bytes)
         self._attempts.pop(kind, None)
@@ -338,12 +353,11 @@ class Fitting:
                 stacklevel=5,
             )
 
-    def _count_attempts(self, now: Planned | None) -> None:
-        if now is None:
-            for kind in list(self._attempts):
-                self._attempts[kind] += 1
-                if self._attempts[kind] > MAX_ATTEMPTS:
-                    del self._attempts[kind]
+    def _count_attempts(self) -> None:
+        for kind in list(self._attempts):
+            self._attempts[kind] += 1
+            if self._attempts[kind] > MAX_ATTEMPTS:
+                del self._attempts[kind]
 
     def _check_given(self, signature: str) -> None:
         assert self.given is not None
@@ -368,4 +382,6 @@ def _trains() -> bool:
     """Whether a forward now is part of a training step."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False
+    if torch._C._current_graph_task_id() != -1:
+        return False  # somebody's checkpoint runs the model again, in its backward
     return torch._C._functorch.peek_interpreter_stack() is None and torch._C._get_tracing_state() is None

@@ -21,7 +21,6 @@ What the CPU meter knows, precisely:
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import itertools
 import sys
@@ -108,7 +107,6 @@ class Meter:
     start_resident_bytes: int
     end_resident_bytes: int
     running = False
-    gives_way = False  # another one that wants to start may stop this one
     _on_cpu: weakref.ref[Meter] | None = None  # the one that runs; a forgotten one must be able to end
 
     def __init__(self, device: torch.device | str | None = None, *, collect_garbage: bool = True) -> None:
@@ -124,10 +122,7 @@ class Meter:
     @staticmethod
     def busy(device: torch.device | str | None = None) -> bool:
         """Whether ``start()`` would raise now: on CPU another meter or a profiler is on (or warming up)."""
-        if torch.device(device if device is not None else "cpu").type != "cpu" or not profiler_is_busy():
-            return False
-        current = Meter.current()
-        return current is None or not current.gives_way
+        return torch.device(device if device is not None else "cpu").type == "cpu" and profiler_is_busy()
 
     @staticmethod
     def current() -> Meter | None:
@@ -138,10 +133,6 @@ class Meter:
         """Begins to count. Raises UsageError where :meth:`busy`, or where this meter runs already."""
         if self.running:
             raise UsageError("this Meter is already running: stop() it first, or use a second Meter")
-        current = Meter.current()
-        if self.device.type == "cpu" and current is not None and current.gives_way:
-            with contextlib.suppress(UsageError):
-                current.stop()
         if self._collect_garbage:
             gc.collect()
         self.segments = ()

@@ -32,21 +32,23 @@ class OptimizerWatch:
         self.stop_waiting()
         self.last_peak_bytes = 0
 
+        is_done = False
+
         def begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if self._meter is None and _is_over(optimizer, model()):
+            if self._meter is None and not is_done and _is_over(optimizer, model()):
                 watch.stop()
                 if not Meter.busy(watch.meter.device):
                     self._meter = Meter(watch.meter.device, collect_garbage=False)
                     self._meter.start()
 
         def ended(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            nonlocal is_done  # torch runs over its hooks now: they cannot be removed here
             if self._meter is not None and _is_over(optimizer, model()):
-                meter = self._meter
-                self.stop_waiting()
-                if not hasattr(meter, "peak_bytes"):
-                    return  # somebody's profiler took over
-                self.last_peak_bytes = max(self.last_peak_bytes, meter.peak_bytes)
-                self.transient_bytes = max(self.transient_bytes, meter.peak_bytes - max(0, meter.end_bytes))
+                is_done = True
+                meter = self._stopped_meter()
+                if hasattr(meter, "peak_bytes"):  # else somebody's profiler took over
+                    self.last_peak_bytes = max(self.last_peak_bytes, meter.peak_bytes)
+                    self.transient_bytes = max(self.transient_bytes, meter.peak_bytes - max(0, meter.end_bytes))
 
         self._handles = [register_optimizer_step_pre_hook(begins), register_optimizer_step_post_hook(ended)]
 
@@ -55,9 +57,14 @@ class OptimizerWatch:
             handle.remove()
         self._handles = []
         if self._meter is not None:
-            meter, self._meter = self._meter, None
-            with contextlib.suppress(UsageError):
-                meter.stop()
+            self._stopped_meter()
+
+    def _stopped_meter(self) -> Meter:
+        meter, self._meter = self._meter, None
+        assert meter is not None
+        with contextlib.suppress(UsageError):
+            meter.stop()
+        return meter
 
     def changed_what_rests(self, model: Module) -> bool:
         """Whether parameters were written for the first time since we looked: optimizer state may be born."""

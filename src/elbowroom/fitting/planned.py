@@ -35,6 +35,7 @@ class Planned:
         self.roots = roots
         self.plan: Plan | None = None
         self.followed_by: Kind | None = None
+        self.is_followed_for_sure = False  # it was followed by the same kind twice in a row
         self.n_steps = 0  # under a plan
         self.measured_peak_bytes: int | None = None
         self.times_s: deque[float] = deque(maxlen=N_TIMES)
@@ -73,9 +74,17 @@ class Planned:
         try:
             self._put_in_force(allocate(self.profile, self._menus, allowed_bytes, time_limit_s=PLANNING_LIMIT_S))
         except InfeasibleBudgetError as error:
-            raise InfeasibleBudgetError(budget_bytes, error.least_bytes + self._correction_bytes, error.where) from None
+            if not self._correction_bytes:
+                raise
+            # Infeasible only by what was measured: training goes on, in the least that it can do with.
+            self._put_in_force(allocate(self.profile, self._menus, error.least_bytes, time_limit_s=PLANNING_LIMIT_S))
         assert self.plan is not None
         self.plan = replace(self.plan, budget_bytes=budget_bytes)
+
+    def note_follower(self, kind: Kind) -> None:
+        """A step of ``kind`` came after one of this kind."""
+        self.is_followed_for_sure = self.followed_by == kind
+        self.followed_by = kind
 
     def _put_in_force(self, plan: Plan) -> None:
         self.plan = plan
@@ -84,12 +93,13 @@ class Planned:
         self.times_s.clear()
         self.measured_peak_bytes = None
         self._orders = tuple(
-            (d.region, Order(plain=True) if d.plain else Order(program=self._program(c, frozenset(d.keep))))
+            (d.region, Order(plain=True) if d.plain else self._order(c, frozenset(d.keep)))
             for c, d in enumerate(plan.decisions)
         )
 
-    def _program(self, call: int, keep: frozenset[int]) -> Program:
-        return self.roots[self.profile.calls[call].program].variant(keep)
+    def _order(self, call: int, keep: frozenset[int]) -> Order:
+        root = self.roots[self.profile.calls[call].program]
+        return Order(program=root.variant(keep), thrifty=True)
 
     def order(self, number: int, region: str) -> Order:
         """How region call ``number`` of the step runs; the frugal way if it is not the planned region."""
@@ -98,9 +108,11 @@ class Planned:
         return _FRUGAL
 
     def is_to_be_measured(self, device: torch.device) -> bool:
-        """Accelerators count at no cost; on CPU the meter takes time: the first steps of a plan, then 2, 4, 8, ..."""
-        number = self.n_steps + 1
-        return device.type != "cpu" or number & (number - 1) == 0
+        """Accelerators count at no cost. On CPU the meter takes time: the first two steps of a plan, then the steps
+        that prove again (the regions' calls 4, 8, 16, ...), which take most.
+        """
+        number = self.n_steps + 2
+        return device.type != "cpu" or number == 3 or number & (number - 1) == 0
 
     def note(self, step: Step, measured_bytes: int | None, budget_bytes: int) -> int:
         """A step under the plan is over. Returns by how much it was above the budget; then the plan is stale."""
@@ -109,7 +121,7 @@ class Planned:
             if step.end_s is not None:
                 self.times_s.append(step.end_s - step.begin_s)
             return 0
-        self.measured_peak_bytes = measured_bytes
+        self.measured_peak_bytes = max(measured_bytes, self.measured_peak_bytes or 0)
         over_bytes = measured_bytes - budget_bytes
         if over_bytes > 0 and self.plan is not None and not self._given:
             self._correction_bytes += max(over_bytes, measured_bytes - self.plan.predicted.peak_bytes)

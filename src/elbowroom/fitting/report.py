@@ -143,4 +143,5 @@ def _largest(program: Program, keep: frozenset[int], plain: bool) -> str:
     v = max(saved, key=lambda v: program.values[v].nbytes)
     op = program.ops[program.values[v].maker]
     done = "kept" if plain or v in keep else "replayed"
-    return f"{format_bytes(program.values[v].nbytes)} of {op.func} ({done}), {op.line}"
+    path, _, place = op.line.rpartition("/")
+    return f"{format_bytes(program.values[v].nbytes)} of {op.func} ({done}), {path.rpartition('/')[2]}/{place}"

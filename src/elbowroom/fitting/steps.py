@@ -36,6 +36,24 @@ class _Graph:
     __slots__ = ("__weakref__",)
 
 
+class _Backward:
+    """Queued as a callback of one backward pass. It dies with the pass, even if that fails, and only then: when the
+    thread's state is the caller's again, which a callback sees a copy of.
+    """
+
+    __slots__ = ("_step",)
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
+    def __call__(self) -> None:
+        self._step.backward_over()
+
+    def __del__(self) -> None:
+        if self._step.when_backward_is_gone is not None:
+            self._step.when_backward_is_gone()
+
+
 class Step:
     """One step while it lasts."""
 
@@ -46,10 +64,11 @@ class Step:
         self.in_forward = False
         self.n_backwards_begun = 0
         self.n_backwards_done = 0
-        self.failed = False
+        self.is_mixed = False  # its region calls ran under more than one plan
         self.begin_s = time.perf_counter()
         self.end_s: float | None = None  # of the backward that ended last
         self.when_backward_ends: Callable[[], None] | None = None
+        self.when_backward_is_gone: Callable[[], None] | None = None  # after it ended, or failed
         self._graphs: list[weakref.ref[_Graph]] = []
         self._task = -1
 
@@ -60,14 +79,19 @@ class Step:
     @property
     def is_over(self) -> bool:
         """Whether a forward that comes now belongs to the next step."""
-        if self.n_backwards_done:
+        if self.n_backwards_begun:
             return True
         return not any(graph() is not None for graph in self._graphs)
 
     @property
     def is_whole(self) -> bool:
         """Whether a backward ran, to its end, and nothing failed."""
-        return not self.failed and 0 < self.n_backwards_done == self.n_backwards_begun
+        return 0 < self.n_backwards_done == self.n_backwards_begun
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a backward raised. Torch may hold what that left behind until the next backward."""
+        return self.n_backwards_done < self.n_backwards_begun
 
     def watch_graph(self, out: Any) -> None:
         """Have the graph of a forward tell when backward comes to it."""
@@ -79,14 +103,14 @@ class Step:
             if task != self._task:
                 self._task = task
                 self.n_backwards_begun += 1
-                torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
+                torch.autograd.Variable._execution_engine.queue_callback(_Backward(self))
 
         for node in nodes:
             node.register_prehook(comes)
         if nodes:
             self._graphs.append(weakref.ref(graph))
 
-    def _backward_over(self) -> None:
+    def backward_over(self) -> None:
         self.n_backwards_done += 1
         self.end_s = time.perf_counter()
         if self.when_backward_ends is not None:
@@ -96,7 +120,9 @@ class Step:
 def signature_of(model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Equal for calls of the model that do the same work: shapes, dtypes, flags of the arguments, and modes."""
     parts: list[Any] = [model.training, torch.get_default_dtype()]
-    for device in ("cpu", torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"):
+    parts.append(bytes(p.requires_grad for p in model.parameters()))
+    accelerator = torch.accelerator.current_accelerator()
+    for device in ["cpu"] if accelerator is None else ["cpu", accelerator.type]:
         if torch.is_autocast_enabled(device):
             parts.append((device, torch.get_autocast_dtype(device)))
     _describe((args, kwargs), parts)

@@ -19,6 +19,7 @@ from elbowroom.planning.profile import (
     RELEASE,
     BackwardEvent,
     CallProfile,
+    EngineCosts,
     Moment,
     OperatorProfile,
     ProgramProfile,
@@ -26,11 +27,12 @@ from elbowroom.planning.profile import (
     ValueProfile,
     digest_of,
 )
-from elbowroom.planning.simulate import tape_course
+from elbowroom.planning.tapes import Interpreter
 
 HEAD = "head and loss"
 AFTER = "backward is over"
 
+_FREE = EngineCosts(0.0, 0.0, 0.0)
 _KINDS = {MADE: numbers.MADE, OPAQUE: numbers.OPAQUE, PARAMETER: numbers.PARAMETER, SOURCE: numbers.SOURCE}
 
 
@@ -173,9 +175,10 @@ def _with_events(watch: StepWatch, grouping: _Grouping, index: int, tape_bytes: 
             if kind == ASK:
                 i = _index_of_got(watch, i)
             after = watch.log[i]
-            # The last event's time and what follows it belong to the rest of the step.
-            peak_bytes = level_bytes if e == last else watch.segments[after.mark].peak_bytes - tape_bytes.at[i]
-            seconds = 0.0 if e == last else max(0.0, watch.log[i + 1].arrived_s - after.left_s)
+            # After the last release comes what belongs to the rest of the step.
+            is_end = e == last and kind == RELEASE
+            peak_bytes = level_bytes if is_end else watch.segments[after.mark].peak_bytes - tape_bytes.at[i]
+            seconds = 0.0 if is_end else max(0.0, watch.log[i + 1].arrived_s - after.left_s)
             rows[e].append((level_bytes - begin_bytes, peak_bytes - begin_bytes, seconds))
     events = tuple(
         BackwardEvent(
@@ -207,23 +210,36 @@ class _TapeBytes:
 
 
 def _tape_bytes(watch: StepWatch, grouping: _Grouping) -> _TapeBytes:
-    courses = [tape_course(p, kept) for p, kept in zip(grouping.programs, grouping.kept, strict=True)]
-    held = [0] * len(watch.calls)
+    machines = [Interpreter(p, _FREE) for p in grouping.programs]
+    runs = [machine.run(kept) for machine, kept in zip(machines, grouping.kept, strict=True)]
+    shared = [dict(call.storages) for call in _calls(watch, grouping)]
+    holders: dict[int, set[int]] = {}
+    own = [0] * len(watch.calls)
     done = [0] * len(watch.calls)
-    total = 0
+    total = twice = 0
     at = []
+
+    def now_holds(c: int, n_bytes: int, held: int) -> None:
+        nonlocal total, twice
+        total += n_bytes - own[c]
+        own[c] = n_bytes
+        for v, storage in shared[c].items():
+            calls = holders.setdefault(storage, set())
+            before = len(calls)
+            calls.add(c) if held >> v & 1 else calls.discard(c)
+            nbytes = grouping.programs[grouping.of_call[c]].values[v].nbytes
+            twice += (max(1, len(calls)) - max(1, before)) * nbytes
+
     for entry in watch.log:
         c = entry.call
         if entry.kind == watching.RETURNED:
-            course = courses[grouping.of_call[c]]
-            total += (course[0][0] if course else 0) - held[c]
-            held[c] = course[0][0] if course else 0
+            run = runs[grouping.of_call[c]]
+            now_holds(c, run.kept_bytes, run.held)
         elif entry.kind == watching.GOT or (entry.kind == watching.RELEASED and entry.item not in grouping.early[c]):
-            after = courses[grouping.of_call[c]][done[c]][2]
-            total += after - held[c]
-            held[c] = after
+            passage = runs[grouping.of_call[c]].course[done[c]]
+            now_holds(c, passage.after_bytes, passage.held)
             done[c] += 1
-        at.append(total)
+        at.append(total - twice)
     return _TapeBytes(at)
 
 

@@ -115,8 +115,6 @@ class StepWatch:
         """The first backward of the step is over, and with it the log. (The meter stops later: see ``stop``.)"""
         self.note(BACKWARD_END)
         self._is_open = False
-        if not self._borrowed:
-            self.meter.gives_way = True
 
     def stop(self) -> None:
         """Stops the meter; ``segments`` and the times in the log are valid from here on.

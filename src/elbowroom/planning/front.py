@@ -12,7 +12,7 @@ from typing import Any
 
 from elbowroom.errors import InfeasibleBudgetError
 from elbowroom.planning.allocate import allocate, baselines, least_bytes
-from elbowroom.planning.options import Option, menu
+from elbowroom.planning.options import Option, menus_of
 from elbowroom.planning.plan import Plan
 from elbowroom.planning.profile import StepProfile
 from elbowroom.planning.simulate import Decided, run_call, simulate
@@ -44,7 +44,7 @@ class Front:
     """What the planner can do with a step, beside what rules of thumb do.
 
     ``plans``: from the least feasible budget to the one that needs no help, in even steps of bytes. ``rivals``: for
-    each of ``baselines`` the plan for a budget of that baseline's peak. No plan is slower than one for a smaller budget.
+    each of ``baselines`` the plan for a budget of its peak. No plan is slower than one for a smaller budget.
     ``least_where``: the part of the step that needs the least peak.
     """
 
@@ -65,12 +65,7 @@ class Front:
         return asdict(self)
 
 
-def menus_of(step: StepProfile) -> tuple[tuple[Option, ...], ...]:
-    """The menu of each of the step's programs."""
-    return tuple(menu(program, step.costs) for program in step.programs)
-
-
-def front(step: StepProfile, n_points: int = 12, *, menus: Menus | None = None, time_limit_s: float = 2.0) -> Front:
+def front(step: StepProfile, n_points: int = 23, *, menus: Menus | None = None, time_limit_s: float = 2.0) -> Front:
     """The plans at ``n_points`` (at least 2) even budgets from the least feasible peak to the plain one, the baselines,
     and their rivals.
 

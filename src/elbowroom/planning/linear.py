@@ -29,8 +29,8 @@ _UNITS = 1e5
 
 
 class Answer(NamedTuple):
-    """``value``: extra seconds, or bytes of the peak. ``x``: of every column. Of a relaxation only, ``reduced``: how much
-    the value grows at least if the column is picked; ``prices``: by how much it falls per byte of budget, by row.
+    """``value``: extra seconds, or bytes of the peak. ``x``: of every column. Of a relaxation only, ``reduced``: by how
+    much the value grows at least if the column is picked; ``prices``: by how much it falls per byte of budget, by row.
     Without an answer (``status``), all of them are None."""
 
     status: str
@@ -90,9 +90,8 @@ class LinearProgram:
         self.equal_to = np.concatenate([np.ones(n_calls), np.zeros(n_y)])
         less = []
         if self.budget_bytes is None:
-            less.append(
-                sparse.hstack([sparse.csr_matrix((n_y, n_x)), sparse.eye(n_y), sparse.csr_matrix((n_y, n_z)), -np.ones((n_y, 1))])
-            )  # fmt: skip
+            none_x, none_z = sparse.csr_matrix((n_y, n_x)), sparse.csr_matrix((n_y, n_z))
+            less.append(sparse.hstack([none_x, sparse.eye(n_y), none_z, -np.ones((n_y, 1))]))
         shared = self._sharing()
         if shared.shape[0]:
             less.append(shared)

@@ -161,6 +161,7 @@ class MinimumCut:
             np.concatenate(costs),
             constraints=LinearConstraint(self._side_by_side(count), np.tile(self.lower, count), np.inf),
             bounds=Bounds(0, 1),
+            options={"presolve": False},  # takes longer than it spares
         )
         assert found.x is not None, found.message
         return np.asarray(found.x).reshape(count, -1)
@@ -231,7 +232,10 @@ class _Kitchen:
 
     def __init__(self, program: ProgramProfile, costs: EngineCosts, shared: int) -> None:
         self.interpreter = Interpreter(program, costs)
-        self.shared = shared & self.interpreter.keepable
+        needed = 0
+        for v in program.saved:
+            needed |= self.interpreter.values_before[v]
+        self.shared = shared & needed & self.interpreter.keepable
         self.cut = MinimumCut(self.interpreter)
         self.runs: dict[int, CallRun] = {}
         self.plain = self.interpreter.run(None)

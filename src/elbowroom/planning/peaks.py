@@ -40,8 +40,9 @@ class Shared(NamedTuple):
 class Peaks:
     """The rows of a step. Columns are (call, option) pairs; those of call ``c`` begin at ``first[c]``.
 
-    ``nbytes`` (rows, columns) and ``constant`` (rows): bytes. ``shared``: storages held twice; ``holds``
-    (shared, columns): 1 where an option holds it; ``discount`` (rows, shared): what comes off for each holder but one. ``extra_s``, ``kept_bytes``: of each column.
+    ``nbytes`` (rows, columns) and ``constant`` (rows): bytes. ``shared``: storages that several calls may hold;
+    ``holds`` (shared, columns): 1 where an option holds it; ``discount`` (rows, shared): bytes that come off for each
+    holder but one. ``extra_s``, ``kept_bytes``: of each column.
     """
 
     options: tuple[tuple[Option, ...], ...]
@@ -104,6 +105,7 @@ class _Builder:
         self.first = np.cumsum([0] + [len(o) for o in self.options])
         self.machines: dict[int, Interpreter] = {}
         self.runs: dict[tuple[int, int], CallRun] = {}
+        self.ever_held: dict[int, int] = {}  # per program: values that some option holds, as bits
         self.courses: dict[tuple[int, int, int], dict[int, int]] = {}
         known: dict[int, list[int]] = {}
         for c, call in enumerate(step.calls):
@@ -124,15 +126,19 @@ class _Builder:
         self.coefficients: list[Ints] = []
         self.constants: list[int] = []
         self.discounts: list[dict[int, int]] = []
-        self.shared: dict[tuple[object, ...], int] = {}
+        self.shared: dict[tuple[object, ...], tuple[int, list[tuple[Ints, int]]]] = {}
         self.groups: list[Shared] = []
 
     def _is_held(self, storage: int, calls: list[int]) -> bool:
         """Whether two of the calls hold the storage under some option."""
         n = 0
         for c in calls:
-            mask = mask_of(v for v, s in self.step.calls[c].storages if s == storage)
-            n += any(self._run(c, o).held & mask for o in range(len(self.options[c])))
+            p = self.step.calls[c].program
+            if p not in self.ever_held:
+                self.ever_held[p] = 0
+                for o in range(len(self.options[c])):
+                    self.ever_held[p] |= self._run(c, o).held
+            n += any(s == storage and self.ever_held[p] >> v & 1 for v, s in self.step.calls[c].storages)
         return n > 1
 
     def build(self) -> Peaks:
@@ -188,35 +194,49 @@ class _Builder:
         self.constants.append(self.step.resting_bytes + level_bytes)
         discounts: dict[int, int] = {}
         for storage, calls in self.sharers.items():
-            who: list[_Holder] = []
-            for c in calls:
-                if own is not None and c == own[0]:
-                    if any(own[2] >> v & 1 for v, s in self.storages[c].items() if s == storage):
-                        who.append((c, _OWN, own[1], own[2]))
-                elif c in state:
-                    who.append((c, state[c], 0, 0))
+            who: list[_Holder] = [(c, state[c], 0, 0) for c in calls if c in state and (own is None or c != own[0])]
+            if own is not None and own[2] & self._mask(own[0], storage):
+                who.append((own[0], _OWN, own[1], own[2]))
             if len(who) > 1:
-                g = self._group(storage, tuple(who))
+                g, folded = self._group(storage, tuple(who))
+                for columns, nbytes in folded:
+                    coefficients[columns] -= nbytes
                 if g >= 0:
                     discounts[g] = self.groups[g].nbytes
         self.discounts.append(discounts)
 
-    def _group(self, storage: int, who: tuple[_Holder, ...]) -> int:
-        """The number of the group of holders; -1 if no two of them ever hold it."""
+    def _group(self, storage: int, who: tuple[_Holder, ...]) -> tuple[int, list[tuple[Ints, int]]]:
+        """The number of the group of holders (-1: no two of them), and what else comes off: (columns, bytes).
+
+        Who follows a call that holds the storage under all its options never pays for it: that is no group's matter.
+        """
         key = (storage, who)
         if key not in self.shared:
-            members, sizes = [], []
-            for who_holds in who:
-                c = who_holds[0]
-                v = next(v for v, s in self.storages[c].items() if s == storage)
-                holds = [o for o in range(len(self.options[c])) if self._holds(o, v, who_holds)]
+            members, sizes, folded = [], [], []
+            is_sure = False
+            for holder in who:
+                c = holder[0]
+                v = (self._mask(c, storage)).bit_length() - 1
+                holds = [o for o in range(len(self.options[c])) if self._holds(o, v, holder)]
                 if holds:
-                    members.append(self.first[c] + np.array(holds, dtype=np.int64))
+                    columns = self.first[c] + np.array(holds, dtype=np.int64)
                     sizes.append(self.step.program_of(c).values[v].nbytes)
-            self.shared[key] = len(self.groups) if len(members) > 1 else -1
+                    if is_sure:
+                        folded.append(columns)
+                    else:
+                        members.append(columns)
+                    is_sure |= len(holds) == len(self.options[c])
+            nbytes = min(sizes, default=0)
+            number = -1
             if len(members) > 1:
-                self.groups.append(Shared(min(sizes), tuple(members)))
+                number = len(self.groups)
+                self.groups.append(Shared(nbytes, tuple(members)))
+            self.shared[key] = (number, [(columns, nbytes) for columns in folded])
         return self.shared[key]
+
+    def _mask(self, c: int, storage: int) -> int:
+        """The value (as a bit) of a call that is in a storage that others know, too; 0 if none is."""
+        return mask_of(v for v, s in self.storages[c].items() if s == storage)
 
     def _holds(self, o: int, v: int, holder: _Holder) -> bool:
         c, state, shares, pattern = holder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import numpy as np
 
@@ -18,9 +19,8 @@ def rounded(peaks: Peaks, budget_bytes: int, answer: Answer, deadline_s: float) 
 
     First only options that the answer holds for nearly as good (by ``answer.reduced``) may replace others.
     """
-    assert answer.x is not None and answer.reduced is not None
-    first = peaks.first
-    picks = np.array([np.argmax(answer.x[a:b]) for a, b in zip(first, first[1:], strict=False)], dtype=np.int64)
+    assert answer.reduced is not None
+    picks = largest_parts(peaks, answer)
     order = np.argsort(answer.reduced, kind="stable")
     n_calls = len(peaks.options)
     for n_columns, n_moves in ((4 * n_calls, 2 * n_calls), (len(order), n_calls // 4 + 8)):
@@ -30,7 +30,16 @@ def rounded(peaks: Peaks, budget_bytes: int, answer: Answer, deadline_s: float) 
     return None
 
 
-def _repaired(peaks: Peaks, budget_bytes: int, picks: Ints, columns: Ints, n_moves: int, deadline_s: float) -> Ints | None:
+def largest_parts(peaks: Peaks, answer: Answer) -> Ints:
+    """The option of the largest part for each call; for whole answers the answer."""
+    assert answer.x is not None
+    bounds = pairwise(peaks.first.tolist())
+    return np.array([np.argmax(answer.x[a:b]) for a, b in bounds], dtype=np.int64)
+
+
+def _repaired(
+    peaks: Peaks, budget_bytes: int, picks: Ints, columns: Ints, n_moves: int, deadline_s: float
+) -> Ints | None:
     """Replace options by some of ``columns``, one by one, those that save most bytes above the budget per second."""
     picks = picks.copy()
     owner = owners(peaks)[columns]

@@ -5,7 +5,7 @@ matplotlib is loaded when a picture is drawn and not before; pyplot and its proc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -74,12 +74,14 @@ def stairs(points: Sequence[Spot]) -> Iterator[Spot]:
 class Labels:
     """Texts beside points: each is put where it meets neither a point, a curve nor another text."""
 
-    def __init__(self, axes: Axes, curve: Sequence[tuple[float, float]] = ()) -> None:
-        """``curve``: points (data coordinates) of a line that no text should cross."""
+    def __init__(self, axes: Axes, *lines: Iterable[Spot]) -> None:
+        """``lines``: corners (data coordinates) of lines that no text should cross."""
         self._axes = axes
         axes.set_autoscale_on(False)  # what is placed by pixels must stay there
-        pixels = [self._pixel(x, y) for x, y in curve]
-        self._taken: list[Box] = [_around(at, 3) for a, b in pairwise(pixels) for at in _along(a, b)]
+        self._taken: list[Box] = []
+        for line in lines:
+            corners = [self._pixel(x, y) for x, y in line]
+            self._taken += [_around(at, 3) for a, b in pairwise(corners) for at in _along(a, b)]
         self._points: list[Spot] = []
         self._avoid_legend()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -61,13 +62,13 @@ def plan_table(result: dict[str, Any]) -> RenderableType:
     thumb, each beside the plan for its peak. Times are over the plain step's."""
     front, chosen = result["front"], result["chosen"]
     plans = _columns(result["title"], "budget", "peak", "time", "kept", "replayed")
-    others = [point for point in front["plans"] if point["budget_bytes"] != chosen["budget_bytes"]]
+    others = [p for p in _a_dozen(front["plans"]) if p["budget_bytes"] != chosen["budget_bytes"]]
     for point in sorted([*others, chosen], key=lambda point: int(point["budget_bytes"])):
         budget, mark = format_bytes(point["budget_bytes"]), point is chosen
         peak, time, replayed = _point_row(point, front)
         cells = ("→" if mark else "", budget, peak, time, format_bytes(point["kept_bytes"]), replayed)
         plans.add_row(*cells, style="bold" if mark else None)
-    rules = _columns("rules of thumb, and the plan for the same peak", "", "peak", "time", "replayed", "planned", "saves")
+    rules = _columns("rules of thumb, and plans for the same peaks", "", "peak", "time", "replayed", "planned", "saves")
     for point, rival in sorted(zip(front["baselines"], front["rivals"], strict=True), key=lambda p: p[0]["peak_bytes"]):
         saved = f"{1 - rival['step_s'] / point['step_s']:.1%}"
         rules.add_row(Text(point["name"]), *_point_row(point, front), _time(rival, front), saved)
@@ -81,6 +82,12 @@ def plan_table(result: dict[str, Any]) -> RenderableType:
         f"written: {', '.join(written)}",
     ]
     return Group(plans, rules, Text("\n".join(facts)))
+
+
+def _a_dozen(points: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At most twelve of them, evenly, first and last among them."""
+    n = min(12, len(points))
+    return [points[round(i * (len(points) - 1) / max(1, n - 1))] for i in range(n)]
 
 
 def _columns(title: str, *names: str) -> Table:
@@ -131,22 +138,19 @@ def _plan_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     plan, cost = summary["plan"], summary["step_cost"]
     if plan is None:
         return [("budget", summary["budget"]), ("plan", "none: plans begin with the second step")]
-    whole = plan["plain_peak_bytes"]
+    whole, measured = plan["plain_peak_bytes"], plan["measured_peak_bytes"]
     rows = [
-        ("budget", format_bytes(plan["budget_bytes"])),
-        ("peak of one step without the plan, predicted", format_bytes(whole)),
-        ("peak with it, predicted", f"{format_bytes(plan['peak_bytes'])} ({plan['peak_bytes'] / whole:.0%})"),
+        ("budget of one step", format_bytes(plan["budget_bytes"])),
+        ("there before a step begins", format_bytes(plan["resting_bytes"])),
+        ("peak of one step without a plan, predicted", format_bytes(whole)),
+        ("peak of one step, predicted", f"{format_bytes(plan['peak_bytes'])} ({plan['peak_bytes'] / whole:.0%})"),
+        ("peak of one step, measured", f"{format_bytes(measured)} ({measured / whole:.0%})" if measured else "not yet"),
+        ("extra time, predicted", f"{plan['extra_time_pct']:+.1f} %"),
     ]
-    measured = plan["measured_peak_bytes"]
-    if measured is None:
-        rows.append(("peak with it, measured", "not measured"))
-    else:
-        rows.append(("peak with it, measured", f"{format_bytes(measured)} ({measured / whole:.0%})"))
-    rows.append(("of it there before a step begins", format_bytes(plan["resting_bytes"])))
-    rows.append(("extra time, predicted", f"{plan['extra_time_pct']:+.1f} %"))
     if cost is not None:
         plain, planned = (format_seconds(cost[name]["step_s"]) for name in ("plain", "checkpointed"))
-        rows.append(("extra time, measured", f"{cost['extra_time_pct']:+.1f} % ({planned} instead of {plain})"))
+        rows.append(("extra time, measured", f"{cost['extra_time_pct']:+.1f} %"))
+        rows.append(("time of one step, without a plan and with", f"{plain}, {planned}"))
     return rows
 
 

@@ -43,14 +43,13 @@ def draw_timeline(
         axes.set_ylabel(f"bytes alive, {unit}", color=FAINT_INK, labelpad=8)
         legend(axes, loc="upper right", ncols=2)
 
-        labels = Labels(axes, [*stairs(plain_course), *stairs(planned_course)])
-        end = axes.get_xlim()[1]
-        for share in range(100):
-            labels.avoid(end * share / 100, budget_bytes / unit_bytes, radius_px=4)
+        begin, end = axes.get_xlim()
+        budget = [(begin, budget_bytes / unit_bytes), (end, budget_bytes / unit_bytes)]
+        labels = Labels(axes, stairs(plain_course), stairs(planned_course), budget)
         x, y = highest[0] * scale, highest[1] / unit_bytes
         axes.scatter(x, y, s=46, color=ACCENT, zorder=5)
         labels.avoid(x, y)
-        labels.place(end / 100, budget_bytes / unit_bytes, f"budget {format_bytes(budget_bytes)}", color=ALERT,
+        labels.place(end * 0.9, budget_bytes / unit_bytes, f"budget {format_bytes(budget_bytes)}", color=ALERT,
                      fontsize=9.5, fontweight="bold")  # fmt: skip
         labels.place(x, y, f"peak {format_bytes(highest[1])}", color=ACCENT, fontsize=9.5, fontweight="bold")
 

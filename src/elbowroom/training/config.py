@@ -73,9 +73,10 @@ class MemoryConfig:
         Literal["auto", "full", "none"], tyro.conf.arg(aliases=["--gradient-checkpointing"])
     ] = "auto"
     """full: every block of the model replays in backward what it did not keep; none: plain autograd; auto: as planned
-    with --budget, else full"""
+    where there is a budget, else full"""
     keep: Literal["auto", "nothing", "everything", "matmuls", "attention"] = "auto"
-    """which values checkpointed blocks keep, besides their inputs; auto: as planned with --budget, else nothing"""
+    """which values checkpointed blocks keep, besides their inputs; auto: as planned where there is a budget, else
+    nothing"""
 
     @property
     def mode(self) -> Literal["planned", "full", "none"]:
@@ -216,8 +217,8 @@ class PlanConfig:
     """tokens per sequence, for presets (None: that of the preset)"""
     optimizer: Literal["adamw", "none"] = "adamw"
     """what ends the step: AdamW, whose state counts, or nothing but gradients"""
-    points: int = 12
-    """budgets to plan for, in even steps from the least to what the step takes without help"""
+    points: int = 23
+    """budgets to plan for, in even steps from the least to what the step takes without help; the table shows a dozen"""
     plan_file: Annotated[Path, tyro.conf.arg(metavar="PATH")] = Path("plan.json")
     """where the plan is written; elbowroom.fit(model, plan=...) takes it"""
     picture: Annotated[Path, tyro.conf.arg(metavar="PATH")] = Path("plan.png")

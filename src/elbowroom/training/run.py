@@ -79,7 +79,7 @@ def training_step(run: Run, model: GPT, batch: Batch, rate: float) -> tuple[Tens
     for group in run.optimizer.param_groups:
         group["lr"] = rate
     with _autocast(run):
-        _, loss = model(tokens, targets)
+        loss: Tensor = model(tokens, targets)[1]  # the logits by no name: they go before backward begins
     loss.backward()
     gradient_norm = nn.utils.clip_grad_norm_(model.parameters(), run.config.optimizer.gradient_clip)
     run.optimizer.step()

@@ -15,7 +15,8 @@ from elbowroom.fitting.devices import parse_budget
 from elbowroom.fitting.fit import fit, profile, unfit
 from elbowroom.models.gpt import GPT
 from elbowroom.planning.allocate import allocate, baselines
-from elbowroom.planning.front import front, menus_of, point
+from elbowroom.planning.front import front, point
+from elbowroom.planning.options import menus_of
 from elbowroom.planning.plan import Plan
 from elbowroom.planning.profile import StepProfile
 from elbowroom.planning.simulate import simulate

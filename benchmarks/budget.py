@@ -9,8 +9,8 @@ with vanilla's bit for bit; a plan's buffers too. Peers update BatchNorm's stati
 
 A peak is counted by ``elbowroom.Meter``, above the start of the step; a budget is of the whole process, so what rests
 at the start is added. The steps of a plan: 1 is frugal and profiled, 2 is the first under the plan, 3 is metered as a
-usual one, 4 as one that proves again. ``fit`` proves and meters its steps 2, 4, 8, 16 ...: six more settle it, and the
-timed rounds begin after the eighth. One more step is metered after them.
+usual one, 4 as one that proves again. ``fit`` proves and meters now and then (2, 4, 8, 16 ...): six more steps settle
+it, and the timed rounds begin with step 11. One more step is metered after them.
 """
 
 from __future__ import annotations

@@ -52,9 +52,9 @@ def test_baselines_are_there_by_name_with_the_simulators_numbers() -> None:
 
 
 def test_a_point_adds_up_what_its_calls_keep_and_replay() -> None:
-    step = gpt_like_step(3)
+    step = gpt_like_step(4)
     program = step.programs[0]
-    choices = [Choice(plain=True), Choice(False, frozenset()), Choice(False, program.saved)]
+    choices = [Choice(plain=True), Choice(False, frozenset()), Choice(False, program.saved), Choice(plain=False)]
     runs = [run_call(program, None if c.plain else c.keep, step.costs) for c in choices]
     found = point(step, choices, name="by hand")
     assert found.name == "by hand"

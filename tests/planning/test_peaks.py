@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from random import Random
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elbowroom.planning.nested import nest_of
 from elbowroom.planning.options import Option
 from elbowroom.planning.peaks import peaks_of
 from elbowroom.planning.profile import MADE, EngineCosts, ProgramProfile, StepProfile
@@ -68,3 +70,17 @@ def test_a_storage_that_a_follower_holds_anyway_costs_its_maker_nothing_then() -
     assert found in peaks.rows(plain)
     kept_bytes = peaks.options[0][0].kept_bytes
     assert found == step.resting_bytes + step.moments[head].peak_bytes + 2 * kept_bytes - program.values[last].nbytes
+
+
+def test_what_all_calls_hold_anyway_is_no_matter_of_the_plan() -> None:
+    """A decoder's memory: every block reads and saves it. It is there once, from the first block's forward on."""
+    step = gpt_like_step(3)
+    step = replace(step, calls=tuple(replace(call, storages=((0, 7),)) for call in step.calls))
+    options = some_options(Random(0), step.programs[0], step.costs, 4)
+    peaks = peaks_of(step, [options])
+    assert not peaks.shared
+    assert nest_of(peaks) is not None
+    judge = Simulator(step)
+    for picks in product(range(len(options)), repeat=3):
+        outcome = judge.run([options[i] for i in picks], timeline=False)
+        assert peaks.peak_bytes(np.array(picks, dtype=np.int64)) == outcome.peak_bytes

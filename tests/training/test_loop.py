@@ -92,6 +92,7 @@ def test_a_budget_is_kept_to_and_changes_no_loss(configured: Configured, capsys:
     assert said.count("without help one step would take ") == 1
     assert said.index("step 1/8") < said.index("without help") < said.index(str(kept)) < said.index("step 3/8")
     assert "warning" not in said
+    assert "a new plan" not in said
 
 
 @pytest.mark.usefixtures("unmeasured")

@@ -47,8 +47,8 @@ def _weights_on(device: torch.device) -> Tensor:
 def fingerprint(tensor: Tensor) -> int:
     """A 64-bit fingerprint of the whole storage under ``tensor``, by its bytes; only good within this process.
 
-    Small ones on the CPU: Python's own hash. Else weighted sums over rows and columns: one pass over memory each, and
-    no temporaries of its size.
+    Small ones on the CPU: Python's own hash. Else weighted sums over rows and columns: three passes over memory, and no
+    temporaries of its size.
     """
     storage = tensor.untyped_storage()
     n_bytes = storage.nbytes()
@@ -60,13 +60,14 @@ def fingerprint(tensor: Tensor) -> int:
     n_rows = words.numel() // _COLUMNS
     total = torch.zeros((), dtype=torch.int64, device=device)
     if n_rows:
-        # Row sums of 32-bit words in 64 bits lose no bit. Column sums of 64-bit words are three times as fast; of their
-        # top bit only the parity is left, which no odd weight would tell apart, so it is folded down first.
+        # Sums of 64-bit words keep only the parity of their top bits, which no odd weight would tell apart: that of the
+        # columns is folded down, and sums as floats see signs change. No sum widens its argument: torch would copy it.
         table = words[: n_rows * _COLUMNS]
-        columns = table.view(torch.int64).view(n_rows, _COLUMNS // 2).sum(0)
-        columns = columns ^ (columns >> 31)
-        total = total + 2 * (columns * weights[: _COLUMNS // 2]).sum()
-        sums = table.view(n_rows, _COLUMNS).sum(1, dtype=torch.int64)
+        wide = table.view(torch.int64).view(n_rows, _COLUMNS // 2)
+        columns = wide.sum(0)
+        total = total + 2 * ((columns ^ (columns >> 31)) * weights[: _COLUMNS // 2]).sum()
+        floats = table.view(torch.float32).view(n_rows, _COLUMNS).sum(1).view(torch.int32)
+        sums = wide.sum(1) * 31 + floats
         while sums.numel() > 1:  # fold the row sums with weights of their own
             fold = sums[: sums.numel() // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
             rest = sums[fold.numel() :]

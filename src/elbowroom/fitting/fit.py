@@ -246,9 +246,10 @@ class Fitting:
             calibrate()
         if wanted or (known is not None and known.is_to_be_measured(self.device)):
             self._watch = StepWatch.started(self.device)
+        has_changed = self.optimizer.changed_what_rests(model)
         if self._watch is not None and self._watch.resting_bytes is not None:
             self.resting_bytes = self._watch.resting_bytes
-        elif self.optimizer.changed_what_rests(model):
+        elif has_changed:
             self.resting_bytes = resting_bytes(self.device)
         if self.resting_bytes > self.budget_bytes:
             self._drop_watch()

@@ -330,7 +330,7 @@ class Cheapest:
             left = inside.room[None, :] - self.kept[c][case][options][:, None]
             rooms = np.minimum(left, self.room[c][case][options][:, None]).ravel()
             seconds = (inside.seconds[None, :] + self.extra_s[c][options][:, None]).ravel()
-            hopeful = (rooms >= 0) & (seconds - bound.base_s - bound.price * rooms <= above_s)
+            hopeful = (rooms >= 0) & (seconds - bound.base_s - bound.price * rooms <= above_s * 0.5)
             all_rooms.append(rooms[hopeful])
             all_seconds.append(seconds[hopeful])
         if not any(map(len, all_rooms)):

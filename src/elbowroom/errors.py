@@ -93,7 +93,7 @@ class InfeasibleBudgetError(ElbowroomError, ValueError):
         self.where = where
         super().__init__(
             f"a budget of {budget_bytes / 2**20:,.1f} MiB ({budget_bytes} bytes) was asked for; the least that this "
-            f"step can do with is {least_bytes / 2**20:,.1f} MiB ({least_bytes} bytes), in {where}. Give at least "
+            f"step can do with is {least_bytes / 2**20:,.1f} MiB ({least_bytes} bytes): {where}. Give at least "
             f"that, or make the step smaller: fewer sequences at once (with gradient accumulation), shorter "
             f"sequences, more and smaller regions, or a loss that is computed in tiles."
         )

@@ -25,7 +25,7 @@ from elbowroom.fitting.calibration import calibrate
 from elbowroom.fitting.devices import parse_budget
 from elbowroom.fitting.memory import resting_bytes
 from elbowroom.fitting.optimizers import OptimizerWatch
-from elbowroom.fitting.planned import Planned
+from elbowroom.fitting.planned import Planned, now
 from elbowroom.fitting.regions import find_regions
 from elbowroom.fitting.steps import Kind, Step, has_gradients, model_digest, signature_of
 from elbowroom.fitting.translation import step_profile
@@ -111,7 +111,9 @@ def profile(model: Module) -> StepProfile | None:
     """What the planner knows of the step that ran last; None before one was profiled."""
     fitting = _fitted(model)
     fitting.catch_up()
-    return None if fitting.last is None else fitting.last.profile
+    if fitting.last is None:
+        return None
+    return now(fitting.last.profile, fitting.resting_bytes, fitting.optimizer.transient_bytes)
 
 
 def fitting_of(model: Module) -> Fitting | None:

@@ -17,6 +17,8 @@ from elbowroom.planning.options import Option, menus_of
 from elbowroom.planning.plan import Plan
 from elbowroom.planning.profile import GAP, Moment, StepProfile
 
+OPTIMIZER = "the optimizer's step"
+
 #: The longest that a step waits for its plan; the best one found by then is taken.
 PLANNING_LIMIT_S = 5.0
 
@@ -67,7 +69,7 @@ class Planned:
             grown_bytes = resting_bytes - plan.resting_bytes
             if plan.predicted.peak_bytes + max(0, grown_bytes) + self._correction_bytes <= budget_bytes:
                 return
-        self.profile = _now(self.profile, resting_bytes, optimizer_bytes)
+        self.profile = now(self.profile, resting_bytes, optimizer_bytes)
         if self._menus is None:
             self._menus = menus_of(self.profile)
         allowed_bytes = budget_bytes - self._correction_bytes
@@ -134,13 +136,10 @@ class Planned:
         return median(self.times_s) if self.times_s else None
 
 
-def _now(profile: StepProfile, resting_bytes: int, optimizer_bytes: int) -> StepProfile:
+def now(profile: StepProfile, resting_bytes: int, optimizer_bytes: int) -> StepProfile:
     """The profile with what rests now, and with the optimizer's step at its end."""
     moments = [m for m in profile.moments if m.label != OPTIMIZER]
     ends = moments[-1]
     level_bytes = ends.level_bytes if ends.kind == GAP else 0
     moments.append(Moment(GAP, -1, level_bytes, level_bytes + optimizer_bytes, 0.0, OPTIMIZER))
     return replace(profile, resting_bytes=resting_bytes, moments=tuple(moments))
-
-
-OPTIMIZER = "the optimizer's step"

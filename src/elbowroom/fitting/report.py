@@ -78,7 +78,7 @@ class Report:
         told = self.plan.predicted
         lines += [
             f"budget {format_bytes(self.budget_bytes)}; without checkpointing {format_bytes(told.plain_peak_bytes)}",
-            f"peak   predicted {format_bytes(told.peak_bytes)}, measured {measured}; in {told.where}",
+            f"peak   predicted {format_bytes(told.peak_bytes)}, measured {measured}; {told.where}",
             f"step   predicted {format_seconds(told.step_s)}, measured {seconds}; "
             f"without checkpointing {format_seconds(told.plain_step_s)}",
             f"resident set of the process {format_bytes(self.resident_bytes)}; "

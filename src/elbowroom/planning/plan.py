@@ -98,7 +98,7 @@ class Plan:
         return "\n".join(
             [
                 *lines,
-                f"peak {format_bytes(told.peak_bytes)} of {format_bytes(self.budget_bytes)} allowed, in {told.where}; "
+                f"peak {format_bytes(told.peak_bytes)} of {format_bytes(self.budget_bytes)} allowed, {told.where}; "
                 f"{format_bytes(self.resting_bytes)} of it rest",
                 f"step {format_seconds(told.step_s)}, {more:+.1%} on {format_seconds(told.plain_step_s)} without "
                 f"checkpointing, which would take {format_bytes(told.plain_peak_bytes)}",

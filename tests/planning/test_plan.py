@@ -76,6 +76,6 @@ def test_one_screen() -> None:
     assert "250.0 ms" in lines[1]
     assert "all, 800 B" in lines[2]
     assert "nothing" in lines[2]
-    assert "900 B of 1000 B allowed, in backward of blocks.1; 300 B of it rest" in lines[3]
+    assert "900 B of 1000 B allowed, backward of blocks.1; 300 B of it rest" in lines[3]
     assert "+25.0% on 1.0 s" in lines[4]
     assert "25.0% faster" in lines[5]

@@ -29,58 +29,30 @@ _HONEST = frozenset({"aten", "prims"})
 _SMALL_BYTES = 1 << 16
 
 _COLUMNS = 1024
-_weights: dict[torch.device, Tensor] = {}
-
-
-def _weights_on(device: torch.device) -> Tensor:
-    found = _weights.get(device)
-    if found is None:
-        # A multiplicative sequence: odd, so that every bit of every word counts.
-        powers = [1]
-        for _ in range(2 * _COLUMNS - 1):
-            powers.append(powers[-1] * 0x9E3779B97F4A7C15 % 2**64)
-        signed = [p - 2**64 if p >= 2**63 else p for p in powers]
-        found = _weights[device] = torch.tensor(signed, dtype=torch.int64).to(device)
-    return found
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """A 64-bit fingerprint of the whole storage under ``tensor``, by its bytes; only good within this process.
+    """A fingerprint of the whole storage under ``tensor``, by its bytes; only good within this process.
 
-    Small ones on the CPU: Python's own hash. Else weighted sums over rows and columns: three passes over memory, and no
-    temporaries of its size.
+    Of small ones on the CPU, a hash of the bytes. Else a hash of sums over rows and columns: three passes over memory,
+    and no temporaries of its size. Sums of 64-bit words keep only the parity of their top bits, so signs are summed as
+    floats, too; no sum widens its argument, since torch would copy it first.
     """
     storage = tensor.untyped_storage()
     n_bytes = storage.nbytes()
-    if n_bytes <= _SMALL_BYTES and tensor.device.type == "cpu" and not torch._C._is_cow_tensor(tensor):  # type: ignore[attr-defined]
+    on_cpu = tensor.device.type == "cpu"
+    if n_bytes <= _SMALL_BYTES and on_cpu and not torch._C._is_cow_tensor(tensor):  # type: ignore[attr-defined]
         return hash(ctypes.string_at(storage.data_ptr(), n_bytes))
-    device = tensor.device
-    weights = _weights_on(device)
-    words = torch.empty(0, dtype=torch.int32, device=device).set_(storage, 0, (n_bytes // 4,), (1,))
-    n_rows = words.numel() // _COLUMNS
-    total = torch.zeros((), dtype=torch.int64, device=device)
+    n_rows = n_bytes // (4 * _COLUMNS)
+    n_words = n_rows * _COLUMNS
+    parts = []
     if n_rows:
-        # Sums of 64-bit words keep only the parity of their top bits, which no odd weight would tell apart: that of the
-        # columns is folded down, and sums as floats see signs change. No sum widens its argument: torch would copy it.
-        table = words[: n_rows * _COLUMNS]
-        wide = table.view(torch.int64).view(n_rows, _COLUMNS // 2)
-        columns = wide.sum(0)
-        total = total + 2 * ((columns ^ (columns >> 31)) * weights[: _COLUMNS // 2]).sum()
-        floats = table.view(torch.float32).view(n_rows, _COLUMNS).sum(1).view(torch.int32)
-        sums = wide.sum(1) * 31 + floats
-        while sums.numel() > 1:  # fold the row sums with weights of their own
-            fold = sums[: sums.numel() // _COLUMNS * _COLUMNS].view(-1, _COLUMNS)
-            rest = sums[fold.numel() :]
-            folded = (fold * weights[_COLUMNS:]).sum(1)
-            total = total * 31 + (rest * weights[_COLUMNS : _COLUMNS + rest.numel()]).sum()
-            sums = folded
-        total = total * 31 + sums.sum()
-    rest = words[n_rows * _COLUMNS :]
-    total = total * 31 + (rest.long() * weights[: rest.numel()]).sum()
-    tail = whole_storage(storage, tensor)[words.numel() * 4 :]
-    if tail.numel():
-        total = total * 31 + (tail.long() * weights[: tail.numel()]).sum()
-    return int(total)
+        words = torch.empty(0, dtype=torch.int32, device=tensor.device).set_(storage, 0, (n_words,), (1,))
+        wide = words.view(torch.int64).view(n_rows, _COLUMNS // 2)
+        floats = words.view(torch.float32).view(n_rows, _COLUMNS)
+        parts = [wide.sum(0), wide.sum(1), floats.sum(1)]
+    rest = whole_storage(storage, tensor)[4 * n_words :]
+    return hash(tuple(part.cpu().numpy().tobytes() for part in (*parts, rest)))
 
 
 def _as_bits(tensor: Tensor) -> Tensor:

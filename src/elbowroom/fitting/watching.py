@@ -7,6 +7,7 @@ looking on itself takes is in no interval.
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
 from collections import Counter
@@ -62,7 +63,7 @@ class StepWatch:
     """The log of one step on one device, from before its forward to the end of its backward."""
 
     def __init__(self, device: torch.device) -> None:
-        self.meter = Meter(device)
+        self.meter = Meter(device, collect_garbage=False)
         self.log: list[Entry] = []
         self.calls: list[Call] = []
         self.segments: tuple[Segment, ...] = ()
@@ -84,6 +85,7 @@ class StepWatch:
                 return None
             watch.meter, watch._borrowed = outer, True
         else:
+            gc.collect(1)  # what died lately; a whole collection takes longer than many a step
             watch.meter.start()
         watch._started = watch._is_open = True
         watch.note(START)

@@ -155,6 +155,11 @@ def _kept(peaks: Peaks, nest: Nest, c: int, case: int) -> Ints:
     return adds
 
 
+def _without_calls(peaks: Peaks) -> int:
+    """The highest of the rows in which no call has any bytes."""
+    return int(peaks.constant[~peaks.nbytes.any(axis=1)].max(initial=0))
+
+
 def _cases_inside(nest: Nest, c: int, n_options: int) -> list[tuple[Ints, tuple[int, ...]]]:
     """The options of a call by what they mean for those next inside it: (options, the case of each of these)."""
     if all(len(nest.link[i].cases) == 1 for i in nest.inside[c]):
@@ -193,8 +198,7 @@ class _Frugal:
         cases = [range(len(link.cases)) for link in nest.link]
         self.own = [[_own_rows(peaks, nest, c, h).max(axis=0, initial=0) for h in of] for c, of in enumerate(cases)]
         self.kept = [[_kept(peaks, nest, c, h) for h in of] for c, of in enumerate(cases)]
-        gone = np.maximum.reduceat(peaks.nbytes, peaks.first[:-1], axis=1).max(axis=1, initial=0) <= 0
-        self.without = int(peaks.constant[gone].max(initial=0))  # rows in which no call holds anything
+        self.without = _without_calls(peaks)
 
     def within(self, limit_bytes: int) -> Ints | None:
         """Picks with every row within the limit; None if there are none."""
@@ -268,6 +272,7 @@ class Cheapest:
 
     def __init__(self, peaks: Peaks, nest: Nest, budget_bytes: int, prices: Floats) -> None:
         self.peaks, self.nest = peaks, nest
+        self.fits = _without_calls(peaks) <= budget_bytes
         self.extra_s = [peaks.extra_s[_span(peaks, c)] for c in range(len(nest.order))]
         self.kinds = [_cases_inside(nest, c, len(o)) for c, o in enumerate(peaks.options)]
         self.kept: list[list[Ints]] = [[] for _ in nest.order]
@@ -291,6 +296,8 @@ class Cheapest:
 
     def plan(self, known_s: float) -> Ints | None:
         """The picks of the best plan, if that takes ``known_s`` or less; else those of another plan, or None."""
+        if not self.fits:
+            return None
         nest = self.nest
         above_s = known_s - sum(self.bounds[c][0].base_s for c in nest.order if nest.parent[c] < 0)
         above_s += 1e-9 * abs(known_s) if np.isfinite(known_s) else 0.0
@@ -330,7 +337,7 @@ class Cheapest:
             left = inside.room[None, :] - self.kept[c][case][options][:, None]
             rooms = np.minimum(left, self.room[c][case][options][:, None]).ravel()
             seconds = (inside.seconds[None, :] + self.extra_s[c][options][:, None]).ravel()
-            hopeful = (rooms >= 0) & (seconds - bound.base_s - bound.price * rooms <= above_s * 0.5)
+            hopeful = (rooms >= 0) & (seconds - bound.base_s - bound.price * rooms <= above_s)
             all_rooms.append(rooms[hopeful])
             all_seconds.append(seconds[hopeful])
         if not any(map(len, all_rooms)):

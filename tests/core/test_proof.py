@@ -61,6 +61,14 @@ def test_a_fingerprint_sees_two_opposite_signs_change_in_one_row() -> None:
     assert fingerprint(x) != before
 
 
+@pytest.mark.parametrize("numel", [5, 3000, 100_003])
+def test_a_fingerprint_leaves_the_storage_as_it_is(numel: int) -> None:
+    x = torch.randn(numel, dtype=torch.float64)
+    fingerprint(x)
+    assert x.untyped_storage().resizable()
+    assert x._version == 0
+
+
 def test_a_fingerprint_sees_above_eight_mebibytes() -> None:
     x = torch.zeros(3 * 1024 * 1024, dtype=torch.int64)  # 3072 rows: the row sums are folded
     before = fingerprint(x)

@@ -51,7 +51,8 @@ def fingerprint(tensor: Tensor) -> int:
         wide = words.view(torch.int64).view(n_rows, _COLUMNS // 2)
         floats = words.view(torch.float32).view(n_rows, _COLUMNS)
         parts = [wide.sum(0), wide.sum(1), floats.sum(1)]
-    rest = whole_storage(storage, tensor)[4 * n_words :]
+    # A copy: NumPy's view of a storage would forbid to resize it from then on.
+    rest = whole_storage(storage, tensor)[4 * n_words :].clone()
     return hash(tuple(part.cpu().numpy().tobytes() for part in (*parts, rest)))
 
 

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 UNSEEN_WRITE = "it was written without PyTorch seeing it"
 
 _TORCH = os.path.dirname(torch.__file__)
-_HERE = os.path.dirname(os.path.dirname(__file__))
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+#: Whose frames are not the user's code. (``models`` is.)
+_OURS = (_TORCH, os.path.join(_PACKAGE, "core"), os.path.join(_PACKAGE, "fitting"))
 
 
 class Draft:
@@ -362,7 +364,7 @@ def where(recorder: Recorder) -> tuple[str, str]:
     root = recorder.region.module()
     while frame is not None:
         path = frame.f_code.co_filename
-        if not line and not path.startswith((_TORCH, _HERE)):
+        if not line and not path.startswith(_OURS):
             line = f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"
         if not module and frame.f_code.co_name == "forward":
             owner = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None

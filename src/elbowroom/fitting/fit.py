@@ -26,7 +26,7 @@ from elbowroom.fitting.devices import parse_budget
 from elbowroom.fitting.memory import resting_bytes
 from elbowroom.fitting.optimizers import OptimizerWatch
 from elbowroom.fitting.planned import Planned, now
-from elbowroom.fitting.regions import find_regions
+from elbowroom.fitting.regions import describe_regions, find_regions
 from elbowroom.fitting.steps import Kind, Step, has_gradients, model_digest, signature_of
 from elbowroom.fitting.translation import step_profile
 from elbowroom.fitting.watching import StepWatch
@@ -86,7 +86,7 @@ def fit(
     budget_bytes = plan.budget_bytes if plan is not None else parse_budget(budget, device)  # type: ignore[arg-type]
     for module in chosen.values():
         wrap(module, verify=verify)
-    surround(model, Fitting(budget_bytes, tuple(chosen), plan))
+    surround(model, Fitting(budget_bytes, tuple(chosen), plan, describe_regions(chosen, model)))
     return model
 
 
@@ -145,16 +145,18 @@ def _device_of(model: Module) -> torch.device:
 class Fitting:
     """What ``fit`` knows of one model; around its forward, and the conductor of its regions."""
 
-    def __init__(self, budget_bytes: int, names: tuple[str, ...], given: Plan | None) -> None:
+    def __init__(self, budget_bytes: int, names: tuple[str, ...], given: Plan | None, described: str) -> None:
         self.budget_bytes = budget_bytes
         self.names = names
         self.given = given
+        self.described = described  # the regions, in words
         self.kinds: OrderedDict[Kind, Planned] = OrderedDict()
         self.last: Planned | None = None
         self.device = torch.device("cpu")
         self.optimizer = OptimizerWatch()
         self.resting_bytes = 0
         self._attempts: dict[Kind, int] = {}  # kinds seen, but not yet profiled
+        self._vain: dict[Kind, int] = {}  # steps that began like this and could not be profiled
         self._step: Step | None = None
         self._now: Planned | None = None  # whose plan the step at hand follows
         self._watch: StepWatch | None = None
@@ -171,10 +173,10 @@ class Fitting:
         return self.__copy__()
 
     def __copy__(self) -> Fitting:
-        return Fitting(self.budget_bytes, self.names, self.given)
+        return Fitting(self.budget_bytes, self.names, self.given, self.described)
 
     def __reduce__(self) -> Any:
-        return Fitting, (self.budget_bytes, self.names, self.given)
+        return Fitting, (self.budget_bytes, self.names, self.given, self.described)
 
     # Around the forward of the model ------------------------------------------------------------------------------
 
@@ -244,6 +246,7 @@ class Fitting:
         self._now = self._watch = None
         known = self._known(step)
         wanted = known is None or any(k.begins_like(step.calls, step.gradients) for k in self._attempts)
+        wanted = wanted and self._vain.get(step.kind, 0) < MAX_ATTEMPTS
         if wanted:
             calibrate()
         if wanted or (known is not None and known.is_to_be_measured(self.device)):
@@ -316,7 +319,9 @@ class Fitting:
         if self.last is not None:
             self.last.note_follower(kind)
         if now is None and watch is not None:
-            self._learn(kind, watch)
+            begun_like = Kind(kind.calls[:1], kind.gradients)
+            learned = self._learn(kind, watch)
+            self._vain[begun_like] = 0 if learned else self._vain.get(begun_like, 0) + 1
         elif now is not None and kind == now.kind and not step.is_mixed:
             self._compare(now, step, watch)
         elif kind not in self.kinds:
@@ -324,12 +329,20 @@ class Fitting:
         if now is None:
             self._count_attempts()
 
-    def _learn(self, kind: Kind, watch: StepWatch) -> None:
-        found = step_profile(watch, f"{self._digest}-{kind.calls[0]}", calibrate())
+    def _learn(self, kind: Kind, watch: StepWatch) -> bool:
+        """Whether the step could be profiled. If not, training goes on in the frugal way."""
+        try:
+            found = step_profile(watch, f"{self._digest}-{kind.calls[0]}", calibrate())
+        except Exception as error:  # ours, and no reason to end somebody's training
+            self._warn(
+                f"profiling a step failed ({type(error).__name__}: {error}); steps of this kind keep nothing. "
+                f"Gradients stay right. Please report this."
+            )
+            return False
         if found is None:
-            return
+            return False
         if kind in self.kinds:
-            return
+            return True
         self.resting_bytes = max(self.resting_bytes, found.resting_bytes)
         self._attempts.pop(kind, None)
         roots = {c.program: watch.calls[i].program.root for i, c in enumerate(found.calls)}  # type: ignore[union-attr]
@@ -339,6 +352,7 @@ class Fitting:
         self.kinds[kind] = self.last = planned
         while len(self.kinds) > MAX_KINDS:
             self.kinds.popitem(last=False)
+        return True
 
     def _compare(self, now: Planned, step: Step, watch: StepWatch | None) -> None:
         measured_bytes = None
@@ -346,15 +360,18 @@ class Fitting:
             highest_bytes = max(watch.peak_bytes, watch.end_bytes + self.optimizer.last_peak_bytes)
             measured_bytes = (watch.resting_bytes or 0) + highest_bytes
         over_bytes = now.note(step, measured_bytes, self.budget_bytes)
-        if over_bytes > 0 and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"elbowroom: a step took {format_bytes(self.budget_bytes + over_bytes)}, which is "
-                f"{format_bytes(over_bytes)} above the budget of {format_bytes(self.budget_bytes)}; the plan is "
-                f"tightened by that. This is said once.",
-                RuntimeWarning,
-                stacklevel=5,
+        if over_bytes > 0:
+            self._warn(
+                f"a step took {format_bytes(self.budget_bytes + over_bytes)}, which is {format_bytes(over_bytes)} "
+                f"above the budget of {format_bytes(self.budget_bytes)}; the plan is tightened by that. This is said "
+                f"once."
             )
+
+    def _warn(self, text: str) -> None:
+        """Once a model."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"elbowroom: {text}", RuntimeWarning, stacklevel=6)
 
     def _count_attempts(self) -> None:
         for kind in list(self._attempts):

@@ -39,6 +39,7 @@ class Report:
     """Predicted beside measured. Measured numbers are None until a step under the plan was measured."""
 
     plan: Plan | None
+    regions: str  # what was chosen, in words
     rows: tuple[RegionRow, ...]
     budget_bytes: int
     predicted_peak_bytes: int | None
@@ -53,8 +54,8 @@ class Report:
     def __str__(self) -> str:
         if self.plan is None:
             return (
-                f"budget {format_bytes(self.budget_bytes)}; no plan yet: it is made after the first training step "
-                f"(resident set {format_bytes(self.resident_bytes)})"
+                f"{self.regions}\nbudget {format_bytes(self.budget_bytes)}; no plan yet: it is made after the first "
+                f"training step (resident set {format_bytes(self.resident_bytes)})"
             )
         head = ("regions", "calls", "kept", "replayed", "extra", "proved", "opaque", "largest value backward needs")
         cells = [head]
@@ -72,7 +73,8 @@ class Report:
                 )
             )
         widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+        lines = [self.regions]
+        lines += ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
         measured = "not measured yet" if self.measured_peak_bytes is None else format_bytes(self.measured_peak_bytes)
         seconds = "not measured yet" if self.measured_step_s is None else format_seconds(self.measured_step_s)
         told = self.plan.predicted
@@ -99,6 +101,7 @@ def report(model: Module) -> Report:
     told = plan.predicted if plan is not None else None
     return Report(
         plan=plan,
+        regions=fitting.described,
         rows=() if planned is None or plan is None else tuple(_rows(model, planned, plan)),
         budget_bytes=fitting.budget_bytes,
         predicted_peak_bytes=told.peak_bytes if told else None,

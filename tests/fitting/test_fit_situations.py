@@ -544,6 +544,9 @@ def test_a_region_that_nothing_needs() -> None:
     assert_planned(trial(Detached(), plain_step))
 
 
+# In these two the profile does not see all of a step's bytes: what a retained graph holds is let go after its end. A
+# plan may then be above the budget once, which is said; the next one is not.
+@pytest.mark.filterwarnings("ignore:elbowroom. a step took")
 def test_retained_graph_and_two_backwards() -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
         optimizer.zero_grad()
@@ -566,6 +569,7 @@ def test_gradients_asked_for_by_autograd_grad() -> None:
     assert_planned(trial(Net(), step))
 
 
+@pytest.mark.filterwarnings("ignore:elbowroom. a step took")
 def test_gradient_penalty() -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
         optimizer.zero_grad()

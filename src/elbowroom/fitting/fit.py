@@ -256,7 +256,7 @@ class Fitting:
             self.resting_bytes = self._watch.resting_bytes
         elif has_changed:
             self.resting_bytes = resting_bytes(self.device)
-        if self.resting_bytes > self.budget_bytes:
+        if self.resting_bytes > self.budget_bytes and self.given is None:
             self._drop_watch()
             raise InfeasibleBudgetError(self.budget_bytes, self.resting_bytes, "what is there before the step begins")
         if not wanted and known is not None:
@@ -361,10 +361,10 @@ class Fitting:
             measured_bytes = (watch.resting_bytes or 0) + highest_bytes
         over_bytes = now.note(step, measured_bytes, self.budget_bytes)
         if over_bytes > 0:
+            then = "the plan was given, and stays" if now.is_given else "the plan is tightened by that"
             self._warn(
                 f"a step took {format_bytes(self.budget_bytes + over_bytes)}, which is {format_bytes(over_bytes)} "
-                f"above the budget of {format_bytes(self.budget_bytes)}; the plan is tightened by that. This is said "
-                f"once."
+                f"above the budget of {format_bytes(self.budget_bytes)}; {then}. This is said once."
             )
 
     def _warn(self, text: str) -> None:

@@ -22,6 +22,9 @@ OPTIMIZER = "the optimizer's step"
 #: The longest that a step waits for its plan; the best one found by then is taken.
 PLANNING_LIMIT_S = 5.0
 
+#: This part of what the step itself may take is left free: predictions are within a few thousandths.
+MARGIN = 256
+
 #: Step times remembered for the report.
 N_TIMES = 64
 
@@ -45,7 +48,7 @@ class Planned:
         self._orders: tuple[tuple[str, Order], ...] = ()
         self._correction_bytes = 0  # measured beyond predicted
         self._stale = True
-        self._given = False
+        self.is_given = False
 
     def adopt(self, plan: Plan) -> None:
         """Take a plan made before. Raises PlanMismatchError if the regions ran other operators then."""
@@ -58,11 +61,11 @@ class Planned:
                 "version of the model's code: its regions run other operators",
             )
         self._put_in_force(plan)
-        self._given = True
+        self.is_given = True
 
     def prepare(self, budget_bytes: int, resting_bytes: int, optimizer_bytes: int) -> None:
         """Have a plan for ``budget_bytes``, given what rests now. Raises InfeasibleBudgetError."""
-        if self._given:
+        if self.is_given:
             return
         plan = self.plan
         if plan is not None and not self._stale:
@@ -74,14 +77,19 @@ class Planned:
             self._menus = menus_of(self.profile)
         allowed_bytes = budget_bytes - self._correction_bytes
         try:
-            self._put_in_force(allocate(self.profile, self._menus, allowed_bytes, time_limit_s=PLANNING_LIMIT_S))
+            plan = self._allocated(allowed_bytes - max(0, allowed_bytes - resting_bytes) // MARGIN)
         except InfeasibleBudgetError as error:
-            if not self._correction_bytes:
-                raise
-            # Infeasible only by what was measured: training goes on, in the least that it can do with.
-            self._put_in_force(allocate(self.profile, self._menus, error.least_bytes, time_limit_s=PLANNING_LIMIT_S))
+            if error.least_bytes > allowed_bytes and not self._correction_bytes:
+                raise InfeasibleBudgetError(budget_bytes, error.least_bytes, error.where) from None
+            # Infeasible only by the margin, or by what was measured: training goes on, in the least it can do with.
+            plan = self._allocated(max(error.least_bytes, allowed_bytes))
+        self._put_in_force(plan)
         assert self.plan is not None
         self.plan = replace(self.plan, budget_bytes=budget_bytes)
+
+    def _allocated(self, allowed_bytes: int) -> Plan:
+        assert self._menus is not None
+        return allocate(self.profile, self._menus, allowed_bytes, time_limit_s=PLANNING_LIMIT_S)
 
     def note_follower(self, kind: Kind) -> None:
         """A step of ``kind`` came after one of this kind."""
@@ -125,7 +133,7 @@ class Planned:
             return 0
         self.measured_peak_bytes = max(measured_bytes, self.measured_peak_bytes or 0)
         over_bytes = measured_bytes - budget_bytes
-        if over_bytes > 0 and self.plan is not None and not self._given:
+        if over_bytes > 0 and self.plan is not None and not self.is_given:
             self._correction_bytes += max(over_bytes, measured_bytes - self.plan.predicted.peak_bytes)
             self._stale = True
         return over_bytes

@@ -8,6 +8,7 @@ looking on itself takes is in no interval.
 from __future__ import annotations
 
 import gc
+import sys
 import time
 import weakref
 from collections import Counter
@@ -186,15 +187,18 @@ class StepWatch:
             return
         self._looked = True
         tapes = [(call, call.tape() if call.tape else None) for call in self.calls]
-        ours: Counter[int] = Counter()
+        ours: Counter[int] = Counter()  # by storage
+        objects: Counter[int] = Counter()
         for _, tape in tapes:
             if tape is not None:
                 ours.update(_storages_of(tape))
+                objects.update(map(id, tape.held))
         for call, tape in tapes:
             if tape is not None and call.program is not None:
                 call.free = frozenset(
                     v for v, info in enumerate(call.program.values)
-                    if info.kind == SOURCE and tape.held[v] is not None and _held_elsewhere(call.storages[v], ours)
+                    if info.kind == SOURCE and tape.held[v] is not None
+                    and (_held_elsewhere(call.storages[v], ours) or _is_known_elsewhere(tape, v, objects))
                 )  # fmt: skip
 
 
@@ -249,6 +253,13 @@ def _held_elsewhere(address: int, ours: Counter[int]) -> bool:
     if storage is None:
         return False
     return int(_C._storage_Use_Count(address)) - 1 > ours[address]  # our look at it is one of them
+
+
+def _is_known_elsewhere(tape: Tape, v: int, objects: Counter[int]) -> bool:
+    """Whether what is held is somebody's own tensor object, and no alias of ours. (The tapes' lists know it, too.)"""
+    held: Any = tape.held
+    known = objects[id(held[v])]
+    return sys.getrefcount(held[v]) - 1 > known or (isinstance(held[v], Tensor) and held[v]._use_count() > 1)
 
 
 class _HostClock:

@@ -195,15 +195,18 @@ def test_a_profiler_that_warms_up_is_seen_although_no_flag_tells() -> None:
     assert found == [False, True, True, False]
 
 
-def run_apart(program: str) -> list[str]:
+def run_apart(program: str, *, torch_may_complain: bool = False) -> list[str]:
     """The lines that a program prints in a process of its own, where torch may crash without harm to others."""
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (result.returncode, "not found" in result.stderr) == (0, False), result.stderr
+    complains = "not found" in result.stderr and not torch_may_complain
+    assert (result.returncode, complains) == (0, False), result.stderr
     return result.stdout.splitlines()
 
 
 def test_a_profiler_started_meanwhile_gets_its_data_and_the_meter_says_it_lost() -> None:
-    lines = run_apart("""
+    # Two sessions in two threads: torch loses a callback of its own, and says so.
+    lines = run_apart(
+        """
 import threading, torch
 from torch.profiler import ProfilerActivity, profile
 from elbowroom.errors import UsageError
@@ -224,7 +227,9 @@ for how in ("inside", "across the end", "in another thread"):
     meter.stop()
     if how == "across the end": profiler.stop()
     print(len(profiler.events()), hasattr(meter, "peak_bytes"), meter.running)
-""")
+""",
+        torch_may_complain=True,
+    )
     assert lines == ["the Meter lost its count: a torch.profiler was started while it ran, or ", "3 False False"] * 3
 
 

@@ -26,7 +26,7 @@ from elbowroom.core.rng import States, drawing_from, standing_still
 _HONEST = frozenset({"aten", "prims"})
 
 #: Below this, launching kernels takes longer than hashing.
-_SMALL_BYTES = 1 << 16
+_SMALL_BYTES = 1 << 14
 
 _COLUMNS = 1024
 

@@ -25,7 +25,7 @@ _UNNAMED = tyro.conf.arg(name="")
 def train(config: Annotated[TrainConfig, _UNNAMED], *, json: Annotated[bool, _JSON] = False) -> int:
     """Train a GPT on text, in the memory you have.
 
-    Without any flag: a tiny GPT on the source text of this Python's standard library, about two minutes on
+    Without any flag: a tiny GPT on the source text of this Python's standard library, about a minute on
     2 CPU cores. With --budget, the second step on keeps to it, at the least extra time. At the end a table shows
     what that saved and cost, and a sample of what the model writes.
     """

@@ -22,7 +22,7 @@ PAPER, INK = "#16181d", "#d7dae0"
 
 
 def main(summary: Path, picture: Path) -> None:
-    console = Console(width=68, file=io.StringIO(), force_terminal=False, record=True)
+    console = Console(width=72, file=io.StringIO(), force_terminal=False, record=True)
     console.print("$ make train\n", highlight=False)
     console.print(train_table(json.loads(summary.read_text())))
     lines = console.export_text().splitlines()

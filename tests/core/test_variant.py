@@ -103,6 +103,66 @@ def test_a_variant_holds_what_it_keeps_and_no_more() -> None:
     assert held == [set(), {gelu}]
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_between_forward_and_backward_there_is_what_is_kept_to_the_byte(seed: int) -> None:
+    block, region, conductor = conducted()
+    x = torch.randn(64, 16, requires_grad=True)
+    gradients(block, x)
+    gradients(block, x)  # proves again, and allocates once what it needs for that
+    root = program_of(region)
+    made = [i for i, v in enumerate(root.values) if v.kind == MADE]
+    chance = random.Random(seed)
+    keep = frozenset(v for v in made if chance.random() < 0.5)
+    looks: dict[frozenset[int], tuple[set[int], dict[int, int], int]] = {}
+
+    class Looks:
+        """What the tape holds once the forward is over: values, bytes by storage, states of the random generator."""
+
+        def forward_ended(self, program: Program, tape: Any, storages: list[int]) -> None:
+            values = {v for v in made if tape.held[v] is not None}
+            held = {storages[v]: program.values[v].nbytes for v in values}
+            looks[program.keeps] = values, held, len(tape.rng)
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: None
+
+    left: dict[frozenset[int], int] = {}
+    for kept in (frozenset[int](), keep):
+        conductor.next = Order(program=root.variant(kept))
+        left[kept], _ = forward_bytes(block, x)
+        conductor.next = Order(program=root.variant(kept), watch=Looks())
+        _, out = forward_bytes(block, x)
+        looks[kept][1].pop(out, None)  # it is there anyway
+    values, held, n_states = looks[keep]
+    holdable = keep - {old for op in root.ops for old, _, _ in op.writes}  # of what is overwritten nothing is left
+    assert values == holdable & needed_of(root, holdable)
+    more_bytes = sum(held.values()) + (n_states - looks[frozenset()][2]) * torch.get_rng_state().nbytes
+    assert left[keep] - left[frozenset()] == more_bytes
+
+
+def needed_of(program: Program, keep: frozenset[int]) -> set[int]:
+    """What backward asks for, and what replays of what is not kept read."""
+    needed: set[int] = set()
+    asked = [s.bound for s in program.slots if not s.dead]
+    while asked:
+        v = asked.pop()
+        if v in needed:
+            continue
+        needed.add(v)
+        if program.values[v].kind == MADE and v not in keep:
+            asked += program.ops[program.values[v].maker].reads
+    return needed
+
+
+def forward_bytes(block: nn.Module, x: Tensor) -> tuple[int, int]:
+    """What a forward leaves allocated while its output lives, and the address of the output's storage."""
+    torch.manual_seed(5)
+    with elbowroom.Meter(collect_garbage=False) as meter:
+        out = block(x)
+    out.square().sum().backward()
+    return meter.end_bytes, out.untyped_storage()._cdata
+
+
 def test_variants_are_remembered_and_bounded() -> None:
     block, region, _ = conducted()
     gradients(block, torch.randn(4, 16, requires_grad=True))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elbowroom.errors import UsageError
 from elbowroom.fitting import devices
-from elbowroom.fitting.devices import available_bytes, device_name, memory_bytes, parse_budget
+from elbowroom.fitting.devices import available_bytes, memory_bytes, parse_budget
 
 GIB = 1024**3
 
@@ -33,7 +33,6 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     module = SimpleNamespace(
         mem_get_info=lambda device: (50 * GIB, 80 * GIB),
         memory_reserved=lambda device: 20 * GIB,
-        get_device_name=lambda device: "Imagined 80",
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     return module
@@ -96,7 +95,6 @@ def test_this_computer() -> None:
     total_bytes = memory_bytes("cpu")
     assert GIB // 2 < available_bytes("cpu") <= total_bytes
     assert parse_budget("max", "cpu") < total_bytes
-    assert device_name("cpu").startswith("cpu (")
 
 
 def test_a_container_has_less_than_the_machine(computer: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +135,6 @@ def test_an_accelerator_has_what_others_leave(accelerator: SimpleNamespace) -> N
     assert (memory_bytes("cuda:0"), available_bytes("cuda:0")) == (80 * GIB, 70 * GIB)
     assert parse_budget("max", "cuda:0") == 65 * GIB
     assert parse_budget("25%", "cuda:0") == 20 * GIB
-    assert device_name("cuda:0") == "cuda:0 (Imagined 80, 80.0 GiB)"
     accelerator.get_per_process_memory_fraction = lambda device: 0.5
     assert available_bytes("cuda:0") == 40 * GIB
 

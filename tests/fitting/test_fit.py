@@ -158,6 +158,16 @@ def test_a_misprediction_tightens_the_plan_and_is_said_once() -> None:
     assert after.predicted.peak_bytes < before.predicted.peak_bytes
 
 
+def test_what_rests_is_known_under_a_meter_that_began_before_the_step() -> None:
+    model, inputs = elbowroom.fit(Net(), PLENTY), batch()
+    with elbowroom.Meter() as meter:
+        ballast = torch.zeros(2**18)
+        steps(model, 1, inputs)
+    prof = fitting_module.profile(model)
+    assert prof is not None
+    assert prof.resting_bytes == pytest.approx(meter.start_bytes + ballast.nbytes, abs=4096)
+
+
 # Plans ---------------------------------------------------------------------------------------------------------------
 
 
@@ -287,6 +297,40 @@ def test_copies_are_fitted_on_their_own(way: str) -> None:
     assert elbowroom.plan(copied) is not None
     steps(model, 1, inputs)
     assert differences(state_of(model), state_of(copied)) == []
+
+
+def test_a_shallow_copy_trains_with_the_same_bits_within_the_budget() -> None:
+    model, inputs = Net(), batch()
+    budget_bytes = budget_between(profiled(model, inputs), 0.5)
+    plain = elbowroom.unfit(copy.deepcopy(model))
+    steps(plain, 1, inputs)
+    expected = state_of(plain)
+    del plain
+    elbowroom.fit(model, budget_bytes + sum(t.nbytes for t in expected if t is not None))
+    steps(model, 2, inputs)
+    shallow = copy.copy(model)
+    assert list(shallow.state_dict()) == list(model.state_dict())
+    for trained in (shallow, shallow, model, shallow, model):
+        trained.zero_grad()
+        with elbowroom.Meter() as meter:
+            step(trained, inputs)
+        assert differences(expected, state_of(trained)) == []
+        fitting = fitting_of(trained)
+        assert fitting is not None
+        assert meter.start_bytes + meter.peak_bytes <= fitting.budget_bytes
+
+
+def test_what_is_done_to_a_shallow_copy_is_not_done_to_the_model() -> None:
+    """Its blocks are the model's own; what ``fit`` knows is not."""
+    model, inputs = elbowroom.fit(Net(), PLENTY), batch()
+    steps(model, 2, inputs)
+    shallow = copy.copy(model)
+    assert fitting_of(shallow) is not fitting_of(model)
+    steps(shallow, 2, inputs)
+    assert fitting_of(shallow) is not fitting_of(model)
+    elbowroom.unfit(shallow)
+    assert fitting_of(shallow) is None
+    assert fitting_of(model) is not None
 
 
 def test_hooks_of_optimizers_are_gone_after_the_step() -> None:

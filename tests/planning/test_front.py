@@ -11,7 +11,8 @@ from hypothesis import given, settings
 
 from elbowroom.errors import InfeasibleBudgetError
 from elbowroom.planning import front as fronts
-from elbowroom.planning.allocate import allocate, baselines
+from elbowroom.planning.allocate import allocate
+from elbowroom.planning.baselines import baselines
 from elbowroom.planning.front import front, point
 from elbowroom.planning.options import menus_of
 from elbowroom.planning.profile import StepProfile

@@ -90,7 +90,7 @@ class Spectator:
 def spectate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Spectator]:
     """``spectate(f, inputs, keep)``: a backward through ``f`` with those values kept, seen by a spectator."""
     spectators: list[Spectator] = []
-    run, fetch = Tape._run, Tape._fetch
+    run, asked = Tape._run, Tape._asked
 
     def spied_run(tape: Tape, k: int, env: dict[int, Tensor], ours: frozenset[int]) -> None:
         run(tape, k, env, ours)
@@ -99,14 +99,14 @@ def spectate(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Spectator]:
             again = sum(tape.program.values[v].nbytes for v in at_hand if v in tape.program.ops[k].outputs)
             spectators[-1].sweeps[-1].append((k, spectators[-1].bytes_with(env) + again))
 
-    def spied_fetch(tape: Tape, slot: int) -> Tensor:
-        tensor = fetch(tape, slot)
-        if spectators and tape._hand[tape.program.slots[slot].bound] != 1:
-            spectators[-1].asked[slot] = tensor.untyped_storage()
-        return tensor
+    def spied_asked(tape: Tape, slot: int) -> None:
+        value = tape.program.slots[slot].bound
+        if spectators and tape._hand[value] == 2:  # about to leave the cache, perhaps; the node holds it
+            spectators[-1].asked[slot] = tape._cache[value].untyped_storage()
+        asked(tape, slot)
 
     monkeypatch.setattr(Tape, "_run", spied_run)
-    monkeypatch.setattr(Tape, "_fetch", spied_fetch)
+    monkeypatch.setattr(Tape, "_asked", spied_asked)
 
     def spectate(f: Callable[..., Tensor], inputs: list[Tensor], keep: frozenset[int]) -> Spectator:
         region = region_of(f, None, "never")

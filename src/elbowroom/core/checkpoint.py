@@ -178,6 +178,7 @@ class _Wrapping:
         self.verify = verify
         self.inner = inner  # a forward that somebody had set on the instance
         self.is_region = is_region
+        self.module: weakref.ref[Module] | None = None  # whose we are; a shallow copy shares us until it is seen
         self.around = around
         self.region: Region | None = None
 
@@ -203,9 +204,12 @@ class _Wrapping:
 
     def _of(self, module: Module) -> _Wrapping:
         """Ours, unless ``module`` is a shallow copy, which shares our ``__dict__`` entry: then one of its own."""
-        if self.region is None or self.region.module() is module:
+        if self.module is None:
+            self.module = weakref.ref(module)
+        if self.module() is module:
             return self
         own = _Wrapping(self.keep, self.verify, self.inner, is_region=self.is_region, around=copy.copy(self.around))
+        own.module = weakref.ref(module)
         module.__dict__[_REGION] = own
         return own
 
@@ -299,13 +303,14 @@ def surround(module: Module, around: Around) -> None:
     if wrapping is None:
         _put_on(module, _Wrapping(None, "first", is_region=False, around=around))
     else:
-        wrapping.around = around
+        wrapping._of(module).around = around
 
 
 def bare(module: Module) -> None:
     """Undo ``surround``; a region that the module is stays."""
     wrapping: _Wrapping | None = module.__dict__.get(_REGION)
     if wrapping is not None:
+        wrapping = wrapping._of(module)
         wrapping.around = None
         if not wrapping.is_region:
             unwrap(module)
@@ -314,13 +319,14 @@ def bare(module: Module) -> None:
 def around_of(module: Module) -> Around | None:
     """What runs around the forward of ``module``, if anything does."""
     wrapping: _Wrapping | None = module.__dict__.get(_REGION)
-    return None if wrapping is None else wrapping.around
+    return None if wrapping is None else wrapping._of(module).around
 
 
 def _put_on(module: Module, wrapping: _Wrapping) -> None:
     wrapping.inner = module.__dict__.pop("forward", None)
     if getattr(type(module), "_elbowroom_original", None) is None:
         module.__class__ = _checkpointing_class(type(module))
+    wrapping.module = weakref.ref(module)
     module.__dict__[_REGION] = wrapping
 
 

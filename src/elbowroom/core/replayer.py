@@ -145,14 +145,9 @@ class Tape:
 
     def fetch(self, index: int) -> Tensor:
         """The tensor that slot ``index`` saved."""
-        if self.watch is not None:
-            self.watch.asks(index)
-            tensor = self._fetch(index)
-            self.watch.got(index)
-            return tensor
-        return self._fetch(index)
-
-    def _fetch(self, index: int) -> Tensor:
+        watch = self.watch
+        if watch is not None:
+            watch.asks(index)
         with self._lock:
             program = self.program
             slot = program.slots[index]
@@ -192,7 +187,9 @@ class Tape:
                 # A Python backward may write on what it saved through a raw pointer, and others still replay from it.
                 # It may also ask again, so its wait ends with its handle.
                 tensor = tensor.clone()
-            return tensor
+        if watch is not None:
+            watch.got(index)
+        return tensor
 
     def _look_around(self) -> None:
         """The region still runs, and backward asks already: what is at hand changes from operator to operator."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import re
 from fractions import Fraction
 from pathlib import Path
@@ -79,16 +78,6 @@ def available_bytes(device: torch.device | str) -> int:
     if hasattr(module, "get_per_process_memory_fraction"):  # what set_per_process_memory_fraction allows
         total_bytes = int(total_bytes * module.get_per_process_memory_fraction(place))
     return min(total_bytes, free_bytes + int(module.memory_reserved(place)))
-
-
-def device_name(device: torch.device | str) -> str:
-    """For reports: ``'cuda:0 (NVIDIA H200, 139.8 GiB)'``, ``'cpu (x86_64, 23.5 GiB)'``."""
-    place = torch.device(device)
-    if place.type == "cpu":
-        model = platform.machine() or "unknown"
-    else:
-        model = str(torch.get_device_module(place).get_device_name(place))
-    return f"{place} ({model}, {format_bytes(memory_bytes(place))})"
 
 
 def _most_bytes(device: torch.device, total_bytes: int) -> int:

@@ -71,8 +71,10 @@ def fit(
 
     Raises:
         UsageError: a budget or regions that mean nothing. TypeError: not a module.
-        InfeasibleBudgetError: in the forward of the first step that no plan keeps under the budget.
-        PlanMismatchError: in the first forward, if ``plan`` was made for another model or other shapes.
+        InfeasibleBudgetError: in the forward of the first step that no plan keeps under the budget; in the very first
+            one if what rests alone is above it.
+        PlanMismatchError: in the first forward, if ``plan`` was made for another model or other shapes; in the second,
+            if the regions ran other operators than the plan knows.
     """
     if not isinstance(model, Module):
         raise TypeError(f"fit(model, budget) needs an nn.Module, got {type(model).__name__}")
@@ -103,13 +105,16 @@ def unfit(model: M) -> M:
 
 def plan(model: Module) -> Plan | None:
     """The plan in force (of the step that ran last); None before there is one. Raises UsageError if not fitted."""
-    found = _fitted(model).last
+    found = fitted(model).last
     return None if found is None else found.plan
 
 
 def profile(model: Module) -> StepProfile | None:
-    """What the planner knows of the step that ran last; None before one was profiled."""
-    fitting = _fitted(model)
+    """What the planner knows of the step that ran last; None before one was profiled.
+
+    Raises UsageError if the model is not fitted.
+    """
+    fitting = fitted(model)
     fitting.catch_up()
     if fitting.last is None:
         return None
@@ -121,7 +126,8 @@ def fitting_of(model: Module) -> Fitting | None:
     return around if isinstance(around, Fitting) else None
 
 
-def _fitted(model: Module) -> Fitting:
+def fitted(model: Module) -> Fitting:
+    """What ``fit`` knows of ``model``. Raises UsageError if it is not fitted."""
     fitting = fitting_of(model)
     if fitting is None:
         raise UsageError(f"this {type(model).__name__} is not fitted: call elbowroom.fit(model, budget=...) first")
@@ -161,7 +167,8 @@ class Fitting:
         self._now: Planned | None = None  # whose plan the step at hand follows
         self._watch: StepWatch | None = None
         self._model: Any = None  # weak reference, once attached
-        self._regions: dict[int, str] = {}
+        self._regions: dict[int, str] = {}  # their names, by the module's identity
+        self._modules: list[weakref.ref[Module]] = []
         self._digest = ""
         self._thread = 0
         self._warned = False
@@ -224,17 +231,23 @@ class Fitting:
 
     def _attach(self, model: Module) -> None:
         if self._model is not None and self._model() is model:
+            self._conduct()
             return
         self._model = weakref.ref(model)
         self._thread = threading.get_ident()
         self.device = _device_of(model)
         modules = {name: model.get_submodule(name) for name in self.names}
         self._digest = model_digest(model, modules)
-        for name, module in modules.items():
-            region = wrapped_region(module)
+        self._regions = {id(module): name or type(module).__name__ for name, module in modules.items()}
+        self._modules = [weakref.ref(module) for module in modules.values()]
+        self._conduct()
+
+    def _conduct(self) -> None:
+        """The regions ask us. A shallow copy of the model shares them: its ``Fitting`` may have come between."""
+        for module in self._modules:
+            region = wrapped_region(module()) if module() is not None else None  # type: ignore[arg-type]
             if region is not None:
                 region.conductor = self
-                self._regions[id(module)] = name or type(module).__name__
 
     def _open(self, model: Module, signature: str) -> None:
         """A step begins: watch it, or put a plan in force for it."""

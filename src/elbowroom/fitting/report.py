@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch.nn import Module
 
 from elbowroom.core.program import Program
-from elbowroom.fitting.fit import _fitted
+from elbowroom.fitting.fit import fitted
 from elbowroom.fitting.memory import resident_bytes
 from elbowroom.fitting.planned import Planned
 from elbowroom.planning.plan import Plan
@@ -94,7 +94,7 @@ def report(model: Module) -> Report:
 
     Raises UsageError if the model is not fitted.
     """
-    fitting = _fitted(model)
+    fitting = fitted(model)
     fitting.catch_up()
     planned = fitting.last
     plan = planned.plan if planned is not None else None

@@ -38,7 +38,10 @@ _KINDS = {MADE: numbers.MADE, OPAQUE: numbers.OPAQUE, PARAMETER: numbers.PARAMET
 
 def step_profile(watch: StepWatch, fingerprint: str, calibration: Calibration) -> StepProfile | None:
     """The profile of a watched step; None if a part of it is missing (a region that failed, no backward)."""
-    if not watch.is_resolved or not watch.calls or any(call.program is None for call in watch.calls):
+    resting_bytes = watch.resting_bytes
+    if not watch.is_resolved or resting_bytes is None:
+        return None
+    if not watch.calls or any(call.program is None for call in watch.calls):
         return None
     grouping = _group(watch, calibration)
     tape_bytes = _tape_bytes(watch, grouping)
@@ -46,7 +49,7 @@ def step_profile(watch: StepWatch, fingerprint: str, calibration: Calibration) -
     return StepProfile(
         fingerprint=fingerprint,
         device=str(watch.meter.device),
-        resting_bytes=watch.meter.start_bytes or 0,
+        resting_bytes=resting_bytes,
         programs=programs,
         calls=_calls(watch, grouping),
         moments=tuple(_moments(watch, grouping, tape_bytes)),

@@ -137,15 +137,17 @@ class StepWatch:
             try:
                 self.meter.stop()
             except UsageError:  # somebody's profiler took over: nothing is known of this step
+                self._unpin()
                 return
         self._resolve()
 
     def _resolve(self) -> None:
         """The meter has its numbers: take those from our first mark on, above the level there."""
+        self._unpin()
         segments = self.meter.segments
         first = self.log[0].mark
         if first >= len(segments):
-            return
+            return  # whose meter it is lost its count
         level_bytes = segments[first].level_bytes
         self._borrowed_rest_bytes = self.meter.start_bytes + level_bytes
         self.segments = tuple(
@@ -156,6 +158,8 @@ class StepWatch:
             e._replace(mark=e.mark - first, arrived_s=times[2 * i], left_s=times[2 * i + 1])
             for i, e in enumerate(self.log)
         ]
+
+    def _unpin(self) -> None:
         for pin in self._pins:
             _Storage._free_weak_ref(pin)
         self._pins = []

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from elbowroom.errors import InfeasibleBudgetError
-from elbowroom.planning.baselines import baselines as baselines
+from elbowroom.planning.baselines import baselines
 from elbowroom.planning.linear import Answer, LinearProgram
 from elbowroom.planning.nested import Cheapest, Nest, most_frugal, nest_of
 from elbowroom.planning.options import Option

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from elbowroom.errors import InfeasibleBudgetError
-from elbowroom.planning.allocate import allocate, baselines, least_bytes
+from elbowroom.planning.allocate import allocate, least_bytes
+from elbowroom.planning.baselines import baselines
 from elbowroom.planning.options import Option, menus_of
 from elbowroom.planning.plan import Plan
 from elbowroom.planning.profile import StepProfile

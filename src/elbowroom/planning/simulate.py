@@ -63,12 +63,6 @@ def run_call(program: ProgramProfile, keep: Iterable[int] | None, costs: EngineC
     return Interpreter(program, costs).run(keep)
 
 
-def tape_course(program: ProgramProfile, keep: Iterable[int] | None) -> list[tuple[int, int, int]]:
-    """Tape bytes (before, at the highest of its sweep, after) each event of the program's backward."""
-    run = Interpreter(program, EngineCosts(0.0, 0.0, 0.0)).run(keep)
-    return [passage[:3] for passage in run.course]
-
-
 def simulate(step: StepProfile, decisions: Sequence[Decided]) -> Simulation:
     """The step under one decision for each of its calls, in their order."""
     return Simulator(step).run(decisions)

@@ -14,7 +14,8 @@ from elbowroom.errors import ElbowroomError, UsageError
 from elbowroom.fitting.devices import parse_budget
 from elbowroom.fitting.fit import fit, profile, unfit
 from elbowroom.models.gpt import GPT
-from elbowroom.planning.allocate import allocate, baselines
+from elbowroom.planning.allocate import allocate
+from elbowroom.planning.baselines import baselines
 from elbowroom.planning.front import front, point
 from elbowroom.planning.options import menus_of
 from elbowroom.planning.plan import Plan
